@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # Where this is set, as containers do, each of the hundreds of processes that tests start compiles this project again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: schema demo test test-fast lint docs mlflow install clean gpu gpu-tests gpu-bench gpu-packages gpu-wheels
+.PHONY: schema demo test rehearsal test-fast lint docs mlflow install clean gpu gpu-tests gpu-bench gpu-packages gpu-wheels
 
 demo: install
 	$(PY) launch/demo.py
@@ -45,6 +45,10 @@ gpu-packages:
 
 gpu-wheels: install
 	$(PY) tests/gpu/bring.py .gpu-wheels
+
+# The README's three cluster commands on three hosts of this machine, one of which dies in each (root, iproute2, openssh-server, pdsh).
+rehearsal: install
+	$(PY) tests/multinode/rehearsal.py
 
 # To run while working: neither ranks, nor Ray, nor hosts, nor tests of over a second.
 test-fast: install

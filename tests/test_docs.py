@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from browser import open_browser
+from cluster import readme_commands
 from raw_images import noise
 from tiny import make_dataset
 
@@ -109,23 +110,20 @@ def test_every_command_is_in_the_table() -> None:
     assert [name for name in commands if f"`{name}`" not in table] == []
 
 
-CLASSES = {"shard": ShardConfig, "pretrain": RunConfig, "finetune": RunConfig}
-CLASSES |= {"evaluate": ScoreConfig, "export": ExportConfig, "vtab": VtabConfig}
-
-
-def commands(heading: str) -> tuple[list[str], list[Any]]:
-    """Names and settings of the commands of a section of the README."""
-    section = (ROOT / "README.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    lines = [line.strip() for line in section.replace("\\\n", "").splitlines() if line.startswith("    ")]
-    words = [shlex.split(line, comments=True) for line in lines if "launch/" in line]
-    at = [next(i for i, word in enumerate(line) if word.startswith("launch/")) for line in words]
-    names = [Path(line[i]).stem for line, i in zip(words, at, strict=True)]
-    return names, [read_settings(CLASSES[n], w[i + 1 :]) for n, w, i in zip(names, words, at, strict=True)]
-
-
 def test_the_commands_for_own_images_use_what_the_ones_before_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """As written in the README: from sharding to the score from published weights, and without labels."""
     monkeypatch.chdir(ROOT)
+    runs = {"pretrain": RunConfig, "finetune": RunConfig}
+    classes = {**runs, "shard": ShardConfig, "evaluate": ScoreConfig, "export": ExportConfig}
+
+    def commands(heading: str) -> tuple[list[str], list[Any]]:
+        section = (ROOT / "README.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+        lines = [line.strip() for line in section.replace("\\\n", "").splitlines() if line.startswith("    ")]
+        words = [shlex.split(line, comments=True) for line in lines if "launch/" in line]
+        at = [next(i for i, word in enumerate(line) if word.startswith("launch/")) for line in words]
+        names = [Path(line[i]).stem for line, i in zip(words, at, strict=True)]
+        return names, [read_settings(classes[n], w[i + 1 :]) for n, w, i in zip(names, words, at, strict=True)]
+
     names, (fitted, score, export, doubts) = commands("Your own images")
     assert names == ["finetune", "evaluate", "export", "evaluate"]
     assert fitted.data.path == score.data == doubts.data
@@ -140,10 +138,10 @@ def test_the_commands_for_own_images_use_what_the_ones_before_made(monkeypatch: 
 
 
 def test_each_cluster_command_of_the_readme_uses_what_the_one_before_it_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With absolute paths: a job of Ray runs in a copy of this folder."""
+    """With absolute paths: a job of Ray runs in a copy of this folder. (`make rehearsal` runs them.)"""
     monkeypatch.chdir(ROOT)
-    names, (shards, run, sweep) = commands("On a cluster")
-    assert names == ["shard", "pretrain", "vtab"]
+    words = [command[command.index("--config") :] for command in readme_commands()]
+    shards, run, sweep = map(read_settings, (ShardConfig, RunConfig, VtabConfig), words)
     assert run.data.path == shards.out
     assert sweep.weights == f"{run.out}/{run.name}"
     assert all(Path(path).is_absolute() for path in (shards.source, shards.out, run.out, sweep.data))

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -50,6 +51,19 @@ class Site:
         log = self.folder / "command.log"
         code = self.start(*command, log=log).wait(timeout=500)
         return code, log.read_text()
+
+
+def readme_commands() -> list[list[str]]:
+    """The words of the three commands of the section "On a cluster"."""
+    section = (ROOT / "README.md").read_text().partition("\n## On a cluster\n")[2].partition("\n## ")[0]
+    lines = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    "))
+    commands = [shlex.split(line) for line in lines.replace("\\\n", " ").splitlines()]
+    assert [Path(word).name for words in commands for word in words if word.startswith("launch/")] == [
+        "shard.py",
+        "pretrain.py",
+        "vtab.py",
+    ], commands
+    return commands
 
 
 def copy_repository(folder: Path) -> Path:
@@ -103,7 +117,7 @@ def ray_environment(home: Path) -> dict[str, str]:
 
 
 def start_ray(host: Host, head: Host, environment: dict[str, str], log: Path) -> subprocess.Popen:
-    """A Ray of one CPU on a host, once it runs."""
+    """Start a Ray of one CPU on a host. See `wait_for_ray`."""
     if host is head:
         options = ["--head", "--port=6379", "--dashboard-host=0.0.0.0", "--no-monitor"]
     else:
@@ -111,9 +125,11 @@ def start_ray(host: Host, head: Host, environment: dict[str, str], log: Path) ->
     command = ["ray", "start", "--block", f"--node-ip-address={host.address}", *options]
     command += ["--num-cpus=1", "--object-store-memory=100000000", "--include-log-monitor=false"]
     with open(log, "w") as file:
-        process = host.start(*command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        return host.start(*command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+
+
+def wait_for_ray(process: subprocess.Popen, log: Path) -> None:
     wait_for(lambda: "Ray runtime started" in log.read_text(), process, log)
-    return process
 
 
 def wait_for(condition: Callable[[], T], process: subprocess.Popen, log: Path, seconds: float = 300) -> T:
@@ -126,7 +142,7 @@ def wait_for(condition: Callable[[], T], process: subprocess.Popen, log: Path, s
     return result
 
 
-def frozen_task(host: Host, function: str, unfinished: str) -> psutil.Process | None:
+def frozen_task(host: Host, function: str, unfinished: str = "") -> psutil.Process | None:
     """A worker of Ray, stopped in the middle of a task; None when there is none at the moment.
 
     function: of the task. unfinished: pattern of the name of a file that it must have open.
@@ -135,6 +151,8 @@ def frozen_task(host: Host, function: str, unfinished: str) -> psutil.Process | 
         process.send_signal(signal.SIGSTOP)
         while process.status() != psutil.STATUS_STOPPED:
             pass
+        if not unfinished:
+            return process
         for file in Path(f"/proc/{process.pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # Of one of its other threads.
                 if re.search(unfinished, os.readlink(file)):

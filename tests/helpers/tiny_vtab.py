@@ -29,9 +29,9 @@ SETTINGS = [
 ]
 
 
-def _prepare_tasks(folder: Path) -> None:
+def prepare_tasks(folder: Path, names: Sequence[str]) -> None:
     """Writes the data sets of tasks, in folders of their names, as if they were made of all published files."""
-    for seed, name in enumerate(PREPARED):
+    for seed, name in enumerate(names):
         file = make_dataset(folder / name, _SPLITS, seed=seed) / "dataset.json"
         about = json.loads(file.read_text())
         about["source"]["vtab"] = {"task": name, "from": "originals", "published": True, "notes": []}
@@ -46,7 +46,7 @@ def prepare(folder: Path) -> list[str]:
         folder / "weights.pt",
         {"trained_on": [{"name": "photos", "fingerprint": "f" * 16, "split": "train"}]},
     )
-    _prepare_tasks(folder / "tasks")
+    prepare_tasks(folder / "tasks", PREPARED)
     return [f"weights={folder / 'weights.pt'}", f"data={folder / 'tasks'}", *SETTINGS]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import hosts
 import pytest
-from cluster import copy_repository, frozen_task, ray_environment, start_ray, wait_for
+from cluster import copy_repository, frozen_task, ray_environment, start_ray, wait_for, wait_for_ray
 from hosts import Host
 from ranks import ROOT, metrics, settings
 from raw_images import contents, jpeg
@@ -64,7 +64,11 @@ def environment(home: Path) -> dict[str, str]:
 def cluster(can_have_hosts: None, environment: dict[str, str], home: Path) -> Iterator[list[Host]]:
     """A Ray of one CPU on each host."""
     with hosts.network(2, [home, ROOT]) as nodes:
-        processes = [start_ray(host, nodes[0], environment, home / f"{host.name}.log") for host in nodes]
+        processes = []
+        for host in nodes:
+            log = home / f"{host.name}.log"
+            processes.append(start_ray(host, nodes[0], environment, log))
+            wait_for_ray(processes[-1], log)
         yield nodes
         for host, process in zip(nodes, processes, strict=True):
             host.kill()
