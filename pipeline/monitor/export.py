@@ -34,14 +34,11 @@ _LOOK_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class SentModel:
-    """A checkpoint that MLflow shows as a logged model. num_scores: sent for it. version: of the registered model, if
-    any.
-    """
+    """A checkpoint that MLflow shows as a logged model. num_scores: sent for it."""
 
     model_id: str
     roles: tuple[str, ...]
     num_scores: int = 0
-    version: str | None = None
 
 
 @dataclass

@@ -587,7 +587,7 @@ def _start_tracker(start: StartingPoint, hosts: list[str]) -> Tracker:
     facts = run_facts(start, origin)
     changed = changes_since(start.state, start.identity) if start.resumed is not None else []
     told = hide_passwords("; ".join(str(change) for change in changed if change.fact.means("comparison")))
-    # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
+    # The address of the weights, such as runs:/ID, is looked up at the first start only.
     if saved and not facts.parents:
         facts = replace(facts, parents=saved.facts.parents)
     return Tracker(

@@ -33,7 +33,7 @@ PETS = DatasetFacts("pets", "/data/pets", "fedcba9876543210", "train", 3_680, 37
 
 
 def add_run(out: Path, facts: RunFacts, top1: float | None, outcome: str = "finished", last: int = 20) -> str:
-    """Track a small run with a figure, logged models and, if fine-tuned, a registered model. Returns its MLflow ID."""
+    """Track a small run with a figure and logged models. Returns its MLflow ID."""
     import matplotlib.figure
 
     folder = out / facts.name
@@ -47,7 +47,7 @@ def add_run(out: Path, facts: RunFacts, top1: float | None, outcome: str = "fini
             last, str(folder / "checkpoints" / f"step-{last:08d}"), f"{abs(hash(facts.name)):064x}", ("best", "last")
         )
     ]
-    config = TrackConfig(experiment="vit", register="vit-pets" if facts.kind == "finetune" else "")
+    config = TrackConfig(experiment="vit")
     timing = ExportTiming(poll=0.05, retry=(0.1,), finish=120)
     tracker = Tracker(config, out, folder, facts, 0, timing, lambda ended: models if ended else [])
     for step in range(1, last + 1):
@@ -195,7 +195,7 @@ def test_the_pages_of_a_run(pages: tuple[Browser, str, dict[str, str]]) -> None:
     browser.open(
         run, "Fine-tuning of ViT-B/16", "Result", "pets:train", "fedcba9876543210", "researcher", "optimizer.lr"
     )
-    browser.reads("pretrain.py", "finetune", "ViT-B/16", "eval/val_top1", "vit-pets", "pets-b16-step-00000020")
+    browser.reads("pretrain.py", "finetune", "ViT-B/16", "eval/val_top1", "pets-b16-step-00000020")
     browser.reads("53.10 % top-1 photos:val", "photos-b16, step 8")
     browser.picture("run")
     browser.open(f"{run}/model-metrics{mode}", "eval", "train")

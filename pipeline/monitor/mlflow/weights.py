@@ -1,6 +1,6 @@
-"""Weights named by MLflow: models:/ID, models:/NAME@alias, models:/NAME/version and runs:/ID, as its pages show them.
+"""Weights named by MLflow: models:/ID and runs:/ID, as its pages show them.
 
-python launch/evaluate.py weights=models:/vit@best data=datasets/pets
+python launch/evaluate.py weights=models:/m-5adfe06462174153a4f8cbb493d9510b data=datasets/pets
 
 from pipeline.model import load
 from pipeline.monitor.mlflow.weights import weights_path
@@ -103,9 +103,7 @@ def _find_model(weights: str, tracking_uri: str, out: Path) -> tuple[str, Any]:
 
 
 def _model_id(client: Any, uri: str) -> str:
-    """ID of a logged model: models:/ID, models:/NAME@alias, models:/NAME/version, or runs:/ID (its best, else
-    newest).
-    """
+    """ID of a logged model: models:/ID, or runs:/ID (its best, else newest)."""
     scheme, _, name = uri.partition(":/")
     name = name.strip("/")
     if scheme == "runs":
@@ -116,13 +114,7 @@ def _model_id(client: Any, uri: str) -> str:
         return max(
             found, key=lambda model: ("best" in model.tags.get("roles", ""), int(model.params.get("step", 0)))
         ).model_id
-    if "@" in name:
-        version = client.get_model_version_by_alias(*name.rsplit("@", 1))
-    elif "/" in name:
-        version = client.get_model_version(*name.rsplit("/", 1))
-    else:
-        return name
-    return version.model_id or version.tags.get("model_id", "")
+    return name
 
 
 def with_local_weights(config: C) -> C:
