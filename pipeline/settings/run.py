@@ -728,9 +728,6 @@ class TrackConfig(Settings):
     """Also write event files into tensorboard/ of the run folder, for `tensorboard --logdir <out>`."""
     parent_run: str = ""
     """ID of the MLflow run below which this one is shown, as launch/finetune_grid.py sets it; empty: none."""
-    upload_weights: bool = False
-    """Upload the weights of these checkpoints to MLflow as well (fp32: 1.2 GB for ViT-L); else their path is recorded.
-    """
 
 
 class LaunchConfig(Settings):

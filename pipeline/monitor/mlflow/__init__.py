@@ -2,6 +2,5 @@
 
 connection.py opens a server or a database, and tells what it refuses from an outage. server.py shows a database in a
 browser.
-Imports files of monitor/, settings/, process/ and data/storage.
-Used by most rooms.
+Imports files of monitor/, settings/, process/ and base/. Used by most rooms.
 """

@@ -61,7 +61,7 @@ SHA-256 of `{WEIGHTS}`: `{shown["sha256"]}`
     from pipeline.monitor.mlflow.weights import weights_path
     model = load(weights_path("{uri}"))
 
-The file is read where the run wrote it, and refused if its SHA-256 is another one; uploaded weights are downloaded."""
+The file is read where the run wrote it, and refused if its SHA-256 is another one."""
 
 
 class MlflowExporter(Exporter):
@@ -219,9 +219,6 @@ class MlflowExporter(Exporter):
         client.finalize_logged_model(made.model_id, "READY")
         if made.model_id not in outputs:
             client.log_outputs(run_id, [LoggedModelOutput(made.model_id, model.step)])
-        file = Path(model.path, WEIGHTS)
-        if self.config.upload_weights and file.is_file():  # It may just have been removed, or be in a bucket.
-            self.allows(str(file), partial(client.log_model_artifact, made.model_id, str(file)))
         return str(made.model_id)
 
     # ---------------------------------------------------------------- what a store refuses
