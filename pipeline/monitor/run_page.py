@@ -34,8 +34,7 @@ TEACHER_TAG = "teacher"
 # Begins a parameter of a training run whose probes read labels, before _ and a data set's name: the number of its
 # images that are tested on.
 PROBED_IMAGES = "probed_images"
-# Tags of an experiment. The first chose MLflow's pages for model training before 3.17, where the browser does
-# (mlflow/server.py).
+# Tags of an experiment. The first chose MLflow's pages for model training before 3.17, where the browser does.
 EXPERIMENT_TAGS = {
     "mlflow.experimentKind": "custom_model_development",
     VIEW_TAG: view_tag(),

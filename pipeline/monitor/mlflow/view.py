@@ -1,8 +1,8 @@
 """The view of an experiment's runs that this project proposes: columns of the list, and charts against images seen and
 FLOPs.
 
-MLflow keeps saved views as tags of the experiment; they are listed under *Views*, `?viewStateShareKey=KEY` in an
-address opens one, and server.py makes this one the first that a browser shows. The fields are those that the page of
+MLflow keeps saved views as tags of the experiment; they are listed under *Views*, and `?viewStateShareKey=KEY` in an
+address opens one. The fields are those that the page of
 MLflow 3.17 saves; unknown fields are ignored, missing ones have their defaults.
 """
 
