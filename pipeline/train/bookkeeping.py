@@ -45,7 +45,6 @@ from pipeline.monitor.run_page import (
     RunFacts,
     WeightsOrigin,
 )
-from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
 from pipeline.process import waits
@@ -165,7 +164,6 @@ class TrainingRun(StartingPoint):
     feed: Feed
     peak_lr: float
     meter: Meter
-    host_meter: HostMeter
     spikes: SpikePolicy
     slow_ranks: SlowRanks
     collapses: Reports
@@ -263,7 +261,6 @@ class TrainingRun(StartingPoint):
             "saves": saver.numbers(),
             "line": meter.read_for_line() if line else [],
             "record": meter.read() if record else [],
-            "host": self.host_meter.read() if record else [],
         }
         numbers = ranks.gather_numbers(own)  # The only collective call, unless one has news.
         counts.gather_on_all_ranks(numbers["counts"])
@@ -292,7 +289,6 @@ class TrainingRun(StartingPoint):
                 lines += self.slow_ranks.changed(meter.own_seconds(numbers["line"]))
         if record:
             metrics |= meter.rates(numbers["record"]) | saver.metrics(numbers["saves"])
-            metrics |= self.host_meter.metrics(numbers["host"])
             collapse = engine.objective.collapse({"loss": metrics["loss"], **logged})
             if collapse:
                 metrics["collapse"] = 1

@@ -60,7 +60,6 @@ from pipeline.monitor.run_page import (
     WeightsOrigin,
     hide_passwords,
 )
-from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
 from pipeline.objectives.classification import classes_note, moved_class
@@ -565,7 +564,6 @@ def _begin_run_on_all_ranks(
         peak_lr=peak_rate(config.optimizer, start.plan.global_batch),
         progress=Progress(state.step, state.step, state.step, list(state.left_out)),
         meter=Meter(ranks, engine.clock, flops, peak),
-        host_meter=HostMeter(ranks, hosts),
         spikes=SpikePolicy(config.health, ranks, state.losses, state.counts.loss_spikes),
         slow_ranks=SlowRanks(hosts, config.health.straggler_ratio),
         collapses=Reports("collapse"),

@@ -36,7 +36,7 @@ _COLUMNS = {
 _FIXED = {"attributes.`Run Name`": 180, "attributes.`Created`": 130}
 _IMAGES, _FLOPS = "train/images_seen", "train/exaflops"
 # Closed sections, to which MLflow adds charts of all metrics of a group; "Model metrics" has those without a group.
-_CLOSED = ("eval", "probe", "train", "speed", "health", "Model metrics", "System metrics")
+_CLOSED = ("eval", "probe", "train", "speed", "health", "Model metrics")
 _LARGE = {"columns": 2, "cardHeight": 400}
 
 
