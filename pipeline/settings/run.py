@@ -532,7 +532,7 @@ class EngineConfig(Settings):
     bit. A CPU always does.
     """
     peak_tflops: NonNegativeFloat = setting(0.0, on_change="nothing")
-    """Peak TFLOP/s of a device, for MFU; 0 looks it up or measures it."""
+    """Peak TFLOP/s of a device, for MFU; 0 looks it up on the data sheet."""
     timeout_minutes: float = minutes(10.0, min=None, above=0)
     """Timeout of a collective call, after which the run fails."""
 
