@@ -5,8 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.base.errors import UserError
-from pipeline.base.missing import missing
-from pipeline.base.words import counted
+from pipeline.base.words import counted, missing
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder
 from pipeline.cluster.logged_models import logged_models
 from pipeline.cluster.status_files import SETTINGS_FILE, holder, last_end_in_words, read_settings, read_status
