@@ -1,6 +1,6 @@
 """The settings of commands around a run: plan, hosts, restarts, order of samples."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -76,7 +76,6 @@ class SamplesConfig(Settings):
 class HostsConfig(Settings):
     """A check of a run's hosts before it starts."""
 
-    settings_are_of: ClassVar[type] = RunConfig
     hostfile: PathText
     """DeepSpeed's hostfile: one line per host, as 'name slots=8'"""
     run: PathText
