@@ -76,8 +76,6 @@ class HostsConfig(Settings):
     """YAML file of the run"""
     settings: list[str] = []
     """Settings that override the run's file, as on its command line: [out=/shared/runs,data.path=/shared/pets]."""
-    min_free_gb: NonNegativeFloat = 20.0
-    """Free space that the output folder needs, in GB."""
 
 
 class SuperviseConfig(Settings):
