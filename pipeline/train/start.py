@@ -17,7 +17,7 @@ from pipeline.base.progress import duration
 from pipeline.base.words import significant
 from pipeline.cluster.stop import Stop
 from pipeline.estimate.plan import Plan, make_plan
-from pipeline.process.launcher import check_environment, quiet_torch, refuse_busy_port, share_cores
+from pipeline.process.launcher import check_environment, quiet_torch, share_cores
 from pipeline.process.start import rank
 from pipeline.process.waits import Work
 from pipeline.settings.run import RunConfig
@@ -46,7 +46,6 @@ def run(config: RunConfig, draw: str) -> None:
     mistake.
     """
     check_environment()
-    refuse_busy_port()
     quiet_torch()
     share_cores()
     run_training(config, draw)

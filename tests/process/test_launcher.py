@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.base.errors import OneRankError, UserError
 from pipeline.process import launcher
-from pipeline.process.launcher import check_environment, free_port, key_of_start, refuse_busy_port, share_cores
+from pipeline.process.launcher import check_environment, free_port, key_of_start, share_cores
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
 
@@ -36,24 +36,6 @@ def test_what_does_not_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
         OneRankError, match=r"RANK = 0 is set .* but not LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.*unset RANK"
     ):
         check_environment()
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
-def test_a_port_that_is_taken(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_busy_port()
-    with socket.socket() as listener:
-        listener.bind((address, 0))
-        listener.listen()
-        monkeypatch.setenv("MASTER_PORT", str(listener.getsockname()[1]))
-        with pytest.raises(UserError, match=r"MASTER_PORT = \d+ is in use on this host.*--master_port"):
-            refuse_busy_port()
-        monkeypatch.setenv("RANK", "1")  # It connects there.
-        refuse_busy_port()
-        monkeypatch.setenv("RANK", "0")
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-        refuse_busy_port()
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
-    refuse_busy_port()
 
 
 @pytest.mark.parametrize("agent_has_store", [True, False])
