@@ -136,26 +136,6 @@ def test_a_real_command_that_is_interrupted_early(module: str, tmp_path: Path) -
     assert (done.returncode, done.stderr) == (130, "stopped: to go on, run the same command again\n")
 
 
-def test_freed_memory_is_kept_for_the_next_tensors() -> None:
-    """The kernel counts the pages that it gives: for each tensor, or only for the first ones."""
-    script = """
-import resource, torch
-from pipeline.process.start import keep_freed_memory
-
-pages = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for change in (lambda: None, keep_freed_memory):
-    change()
-    for attempt in range(24):
-        before = pages()
-        torch.empty(2**24).fill_(1)
-        print(pages() - before)
-"""
-    found = subprocess.check_output([sys.executable, "-c", script], cwd=ROOT, text=True).split()
-    usual, kept = ([int(line) for line in lines] for lines in (found[:24], found[24:]))
-    assert min(usual) > 30, "in pages of at most 2 MiB"
-    assert sum(kept[12:]) < sum(usual[12:]) / 20, "aligned ones do not fit where the first ones were"
-
-
 def test_little_is_imported_before_ctrl_c_is_handled() -> None:
     """A Ctrl-C in these imports shows a traceback: ctypes alone took 20 of 22 ms."""
     script = (
