@@ -25,7 +25,6 @@ from pipeline.base.errors import UserError
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_SILENT_SECONDS = 1.0  # For which a command that was interrupted may end without a line.
 _INTERRUPTED = "stopped: to go on, run the same command again\n"
 
 
@@ -78,28 +77,9 @@ def check_program(program: str, path: str | None = None) -> None:
 
 
 def interruptible() -> None:
-    """Make Ctrl-C raise KeyboardInterrupt again, and say so where the command does not end within a second."""
-    if signal.getsignal(signal.SIGINT) is not _leave:
-        return
-    import threading
-
-    # Python raises it when the main thread returns from a library, which may take long; a thread hears of it at once.
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    threading.Thread(target=_acknowledge, args=[woken], name="ctrl-c", daemon=True).start()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _acknowledge(woken: int) -> None:
-    import time
-
-    while signal.SIGINT not in os.read(woken, 100):
-        pass
-    time.sleep(_SILENT_SECONDS)
-    if rank() == 0:
-        with contextlib.suppress(OSError):
-            os.write(2, b"\n" * os.isatty(2) + b"stopping: what cannot be interrupted ends first\n")
+    """Make Ctrl-C raise KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def rank() -> int:

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -88,37 +87,6 @@ def test_ctrl_c_in_the_command_is_an_exception_again() -> None:
         " up')\nmain(ShardConfig, work, '')"
     )
     assert interrupt(script, "ready") == (130, "tidied up\nstopped: to go on, run the same command again\n")
-
-
-def test_ctrl_c_is_acknowledged_where_the_command_cannot_end_yet() -> None:
-    """In a library that no signal interrupts: here a sleep, of a thread that does not get the signal."""
-    script = """
-import signal, sys, time
-from pipeline.process.start import guard
-guard("__main__")
-from pipeline.settings.command import main
-from pipeline.settings.commands.data import ShardConfig
-
-def work(config):
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    print("ready", flush=True)
-    time.sleep(60)
-
-sys.argv = ["x", "source=a", "out=b"]
-main(ShardConfig, work, "")
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    assert process.stdout.readline().strip() == "ready"
-    begin = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    assert process.stderr.readline()
-    assert time.monotonic() - begin < 30
-    process.kill()
-    process.communicate()
 
 
 @pytest.mark.parametrize("module", ["argparse", "pipeline.settings.run"])
