@@ -1,10 +1,7 @@
 """What a launcher tells a rank is checked before anything uses it."""
 
-import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -74,25 +71,3 @@ def test_ranks_of_a_host_share_its_cores(
         monkeypatch.delenv("OMP_NUM_THREADS")
     share_cores()
     assert os.environ.get("OMP_NUM_THREADS") == expected
-
-
-@pytest.mark.parametrize(
-    ("runner", "typed"),
-    [
-        ("deepspeed", ["deepspeed", "--num_gpus", "2", "launch/pretrain.py", "train.length=2 epochs"]),
-        ("torchrun", ["torchrun", "--num_gpus", "2", "launch/pretrain.py", "train.length=2 epochs"]),
-        ("own_script", ["python", "{rank}", "train.length=2 epochs"]),
-    ],
-)
-def test_the_command_is_that_of_the_launcher(runner: str, typed: list[str], tmp_path: Path) -> None:
-    """Not that of a rank, which has options of the launcher; of another starter, whose options differ, the rank's."""
-    rank, script = tmp_path / "rank.py", tmp_path / runner
-    rank.write_text(
-        "import json\nfrom pipeline.process.launcher_process import command_as_typed as f\nprint(json.dumps(f()))"
-    )
-    script.write_text(
-        f"import subprocess, sys\nsubprocess.run([sys.executable, '-u', {str(rank)!r}, '--local_rank=1', sys.argv[-1]])"
-    )
-    words = [sys.executable, str(script), "--num_gpus", "2", "launch/pretrain.py", "train.length=2 epochs"]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [word.format(rank=rank) for word in typed]
