@@ -199,7 +199,7 @@ def test_weights_that_training_refuses(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    command = [str(ROOT / "launch/plan.py"), "--config", str(L16), "--cluster", "8x8xH100-80GB"]
+    command = [str(ROOT / "launch/plan.py"), "--config", str(L16), "cluster=8x8xH100-80GB"]
     monkeypatch.setattr(sys, "argv", [*command, *BY_HAND, "data.streams=16"])
     runpy.run_path(command[0], run_name="__main__")
     printed = capsys.readouterr().out

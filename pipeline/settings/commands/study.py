@@ -96,7 +96,7 @@ class ExperimentConfig(Settings):
     """Only list the runs, their compute and hours."""
 
     def not_written(self) -> tuple[str, ...]:
-        """Outputs that this command does not write: --plan only prints."""
+        """Outputs that this command does not write: plan only prints."""
         return ("name", "out") if self.plan else ()
 
     def check(self) -> None:
