@@ -94,7 +94,7 @@ class Postgres:
 class MlflowServer:
     """`mlflow server` on a port that stays the same when it is stopped and started again. log: what it printed."""
 
-    def __init__(self, folder: Path, store: str, *options: str, **environment: str) -> None:
+    def __init__(self, folder: Path, store: str, **environment: str) -> None:
         self.port, self.log = free_port(), folder / "server.log"
         self.url = f"http://127.0.0.1:{self.port}"
         self.command = [
@@ -108,7 +108,6 @@ class MlflowServer:
             str(self.port),
             "--workers",
             "1",
-            *options,
         ]
         # Tests have their own switch in MLflow, which turns off more than ours does.
         inherited = {name: value for name, value in os.environ.items() if name not in ("PYTEST_CURRENT_TEST", "CI")}

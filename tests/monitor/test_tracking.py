@@ -2,18 +2,15 @@
 
 import json
 import math
-import os
 import resource
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from polling import until
-from tracked_steps import log_step, warnings_in
+from tracked_steps import log_step
 
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.mlflow.state import run_id_of
@@ -224,35 +221,6 @@ def test_a_run_that_is_deleted_is_made_again_with_everything(out: Path, capfd: p
     assert "(deleted?)" in capfd.readouterr().err
 
 
-def test_parameters_are_sent_again_when_the_first_try_failed(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlflow.tracking import MlflowClient
-
-    log_batch = MlflowClient.log_batch
-    failures = iter([True])
-
-    def fails_once(self, run_id, metrics=(), params=(), tags=()):
-        if params and next(failures, False):
-            raise ConnectionError("gone")
-        return log_batch(self, run_id, metrics=metrics, params=params, tags=tags)
-
-    monkeypatch.setattr(MlflowClient, "log_batch", fails_once)
-    tracker = start(out)
-    tracker.log(1, {"loss": 1.0})
-    until(lambda: runs(out) and history(out, "loss"))
-    tracker.finish("FINISHED")
-    assert len(runs(out)[0].data.params) == len(PARAMETERS)
-    assert history(out, "loss") == [(1, 1.0)]
-
-
-def test_a_line_that_a_kill_cut_short_spoils_no_other(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    live(out, range(1, 2), 0.0)
-    with open(out / "run" / "metrics.jsonl", "a") as file:
-        file.write('{"step": 2, "time": 17000')
-    live(out, range(3, 4), 0.0)
-    assert history(out, "loss") == [(1, 1.0), (3, 3.0)]
-    assert "damaged line" in capfd.readouterr().err
-
-
 def test_nan_and_inf(out: Path) -> None:
     tracker = start(out)
     tracker.log(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.0})
@@ -411,18 +379,3 @@ def test_a_damaged_state_sends_everything_to_a_new_run(out: Path, capfd: pytest.
     second = run_id_of(out / "run")
     assert second != first
     assert [m.step for m in client(out).get_metric_history(second, "train/loss")] == [1, 2, 3, 4]
-
-
-def test_runs_that_begin_together_without_a_database_make_one(tmp_path: Path) -> None:
-    script = Path(__file__).parent / "track_a_run.py"
-    names = [f"run{number}" for number in range(4)]
-    done = subprocess.run(
-        [sys.executable, script, default_uri(tmp_path), tmp_path, *names],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert not warnings_in(done.stderr)
-    assert sorted(run.info.run_name for run in runs(tmp_path)) == names
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
