@@ -135,7 +135,7 @@ def test_a_mistake_of_the_user_is_one_line(monkeypatch: pytest.MonkeyPatch, caps
     assert ending(UserError("two\nlines"), monkeypatch, capsys) == "error: two lines\n"
 
 
-_NAMELESS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)  # Also of a pipe or a socket.
+_NAMELESS = (errno.ENOSPC, errno.EDQUOT)  # Also of a pipe or a socket.
 _REFUSED = (errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 
 
