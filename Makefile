@@ -71,7 +71,10 @@ docs: install
 
 # The runs of a database, by default those of this folder, in a browser (docs/reviewing.md).
 mlflow: install
-	@$(PY) launch/track_serve.py "store=$(STORE)" port=$(PORT)
+	@test -f "$(STORE)" || { echo "$(STORE) does not exist: the first run makes <out>/mlflow.db (make mlflow STORE=FILE)" >&2; exit 2; }
+	@echo "in a few seconds at http://127.0.0.1:$(PORT)/#/experiments/1/runs?workflowType=machine_learning&viewStateShareKey=overview"
+	@MLFLOW_DISABLE_TELEMETRY=true MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false $(PY) -m mlflow server --workers 1 \
+		--backend-store-uri "sqlite:///$(STORE)" --host 127.0.0.1 --port $(PORT)
 
 install: .venv/.installed
 

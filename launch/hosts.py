@@ -5,7 +5,7 @@ Check over ssh that every host of a hostfile is ready for a run, and write .deep
   python launch/hosts.py hostfile=hosts run=configs/pretrain/vit_l16_imagenet21k.yaml
 
 Checked are the versions of Python, torch, DeepSpeed and this code, the data's path, the output folder (shared,
-writable, free space), clocks, GPUs against slots, and connections from this host. Exit code 2 if a host fails.
+writable), and GPUs against slots. Exit code 2 if a host fails.
 .deepspeed_env passes the environment variables named in launch.env (credentials, NCCL settings) to every host:
 DeepSpeed's launcher reads it from its working folder. Set ssh options as for pdsh: PDSH_SSH_ARGS_APPEND.
 """

@@ -10,10 +10,10 @@ then its scores. The report has figures, fitted power laws with their uncertaint
 support them.
 
   Four ready studies, each in full size and in one for a CPU (docs/studies.md has their results on CIFAR-10):
-      python launch/study.py --config configs/study/data_size_cpu.yaml --plan
+      python launch/study.py --config configs/study/data_size_cpu.yaml plan=true
       python launch/study.py --config configs/study/data_size_cpu.yaml
       python launch/study.py --config configs/study/scaling.yaml 'settings=[data.path=datasets/photos]' \\
-          score=top1 tflops=300 --plan
+          score=top1 tflops=300 plan=true
   On this machine's GPUs, on a Ray cluster with 8 GPUs a cell, or as a SLURM array:
       python launch/study.py --config FILE launcher="deepspeed --num_gpus 8" gpus=8
       ray job submit --working-dir . -- python launch/study.py --config FILE on=ray gpus=8 out=/shared/runs

@@ -13,7 +13,7 @@ of a GPU.
       python launch/vtab.py --config configs/vtab/lightweight.yaml weights=ViT-B_16.npz \\
           out=runs/vtab_b16 'tasks=[dtd,pets]'
   List the cells and their cost:
-      python launch/vtab.py --config configs/vtab/vit_paper.yaml weights=runs/vit_l16 --plan
+      python launch/vtab.py --config configs/vtab/vit_paper.yaml weights=runs/vit_l16 plan=true
   Minutes instead of hours, by ridge regression (or method=knn) on features:
       python launch/vtab.py --config configs/vtab/vit_paper.yaml weights=runs/vit_l16 method=linear
   On a Ray cluster whose nodes share a file system (absolute paths), four cells on each GPU:

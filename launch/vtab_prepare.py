@@ -14,7 +14,7 @@ smallnorb. docs/vtab.md lists the files; missing files are reported with their U
   From the vtab-1k lists common among PyTorch users (splits cannot be proved):
       python launch/vtab_prepare.py lists=vtab-1k out=datasets/vtab
   Prove that the splits are the official ones, by computing them again from the keys; exit code 2 if not:
-      python launch/vtab_prepare.py --prove out=datasets/vtab
+      python launch/vtab_prepare.py prove=true out=datasets/vtab
   On a Ray cluster whose nodes share a file system (absolute paths):
       ray job submit --working-dir . -- python launch/vtab_prepare.py originals=/data/originals out=/data/vtab
 

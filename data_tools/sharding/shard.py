@@ -42,9 +42,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import as_csv
 from pipeline.base.json_record import quoted
 from pipeline.base.locks import only_writer
-from pipeline.base.missing import missing
 from pipeline.base.progress import PROGRESS_FILE, duration
-from pipeline.base.words import counted, of_classes, printable, si, significant
+from pipeline.base.words import counted, missing, of_classes, printable, si, significant
 from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import INFO, Dataset, Shard, open_dataset, write_dataset

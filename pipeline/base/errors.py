@@ -100,8 +100,6 @@ def mistake_in_words(error: UserError | CrashError | OSError) -> str | None:
         return " ".join(str(error).split("\n"))
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"No space left for {error.filename or 'a file'}: free some, or choose another folder for the output."
-    if isinstance(error, FileNotFoundError) and "usable temporary directory" in str(error):
-        return "There is no folder for temporary files. Set TMPDIR to an existing folder that can be written to."
     if isinstance(error, FileNotFoundError) and _is_lost(error):
         return (
             f"{error.filename}: it was removed while it was written, or its folder was (is its disk still mounted?)."
@@ -114,8 +112,6 @@ def mistake_in_words(error: UserError | CrashError | OSError) -> str | None:
             f"{error.filename}: its disk, or the server that has it, failed ({error.strerror}). See the system's log,"
             " or choose another folder."
         )
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return "too many files are open. Raise the limit: ulimit -n."
     return None
 
 

@@ -65,6 +65,11 @@ def how_to_resume(step: int) -> str:
     return f"The same command {goes_on}."
 
 
+def missing(path: object, what: str = "file or folder", way_out: str = "") -> str:
+    """What is said of a path that does not exist."""
+    return f"{path}: no such {what}. {way_out}".rstrip()
+
+
 def on_one_line(message: object) -> str:
     """The text of a message, often an error's, with a single space for each line break and run of spaces."""
     return " ".join(str(message).split())

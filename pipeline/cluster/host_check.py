@@ -1,4 +1,4 @@
-"""Checks a run's hosts before the start (versions, paths, disk, network) and writes DeepSpeed's environment file.
+"""Checks a run's hosts before the start (versions, paths, GPUs) and writes DeepSpeed's environment file.
 
 `python -m pipeline.cluster.host_check` runs on each host over ssh; it imports neither torch nor DeepSpeed.
 """
@@ -12,10 +12,9 @@ import platform
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
@@ -33,10 +32,8 @@ _ENVIRONMENT_FILE = Path(".deepspeed_env")  # DeepSpeed's launcher reads it from
 # Begins the name of a hidden folder in the output folder, by which hosts show that they share it.
 _TOKEN = "hosts"
 _PACKAGES = ("torch", "deepspeed", "numpy", "pyarrow")
-_START_SECONDS = 60.0
 # Timeout of a host's answer: one whose disks hang accepts the connection but never answers.
 _ANSWER_SECONDS = 120.0
-_TIMED_OUT = 124  # Exit code of timeout(1).
 # Begins the line of a host's answer.
 _ANSWER = b"host_check: "
 
@@ -55,7 +52,7 @@ def run(config: HostsConfig) -> dict[str, dict[str, Any]]:
     data = [of_run.data.path, *(entry.path for entry in of_run.data.mix)]
     paths = [str(Path(path).resolve()) for path in data if "://" not in path]
     with hidden_folder(out / _TOKEN) as token, ThreadPoolExecutor(len(slots)) as pool:
-        question = {"paths": paths, "out": str(out), "token": str(token), "min_free_gb": config.min_free_gb}
+        question = {"paths": paths, "out": str(out), "token": str(token)}
         answers = dict(zip(slots, pool.map(lambda host: ask(host, question), slots), strict=True))
     for host, found in answers.items():
         print(f"{host}, slots={slots[host]}, {found['about']}")
@@ -118,55 +115,41 @@ def write_environment(launch: LaunchConfig) -> list[str]:
 
 
 def ask(host: str, question: dict[str, Any]) -> dict[str, Any]:
-    """Return one host's `answer`; its only problem is the reason if there is none, or its ports cannot be reached, as
-    those of its ranks are.
-    """
+    """Return one host's `answer`; its only problem is the reason if there is none."""
     there = (
         f"cd {shlex.quote(os.getcwd())} && {shlex.quote(sys.executable)} -m pipeline.cluster.host_check"
         f" {shlex.quote(json.dumps(question))}"
     )
     # pdsh takes ssh's keys and ports from this variable.
     options = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
-    limit = ["timeout", f"{_ANSWER_SECONDS:g}"]
-    command = [*limit, "ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *options, host, there]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
+    command = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *options, host, there]
     try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_SECONDS)
         # A host's shell may print before it, as a greeting in ~/.bashrc does, also without a new line.
-        line = next((found for line in process.stdout if (found := line.partition(_ANSWER)[2])), b"")
-        if line:
-            answered = json_record.parse(line, dict[str, Any], f"the answer of {host}")
-            _try_port(answered["addresses"], answered["port"])
-            return answered
-        lines = process.communicate()[1].decode(errors="replace").strip().splitlines()
-        if process.returncode == _TIMED_OUT:
-            lines = [f"it accepts ssh, and has not answered within {_ANSWER_SECONDS:g} s"]
-        reason = lines[-1] if lines else f"ssh ended with code {process.returncode}"
+        if found := done.stdout.partition(_ANSWER)[2]:
+            return json_record.parse(found, dict[str, Any], f"the answer of {host}")
+        reason = (done.stderr.decode(errors="replace").strip().splitlines() or [f"ssh: code {done.returncode}"])[-1]
+    except subprocess.TimeoutExpired:
+        reason = f"it has not answered within {_ANSWER_SECONDS:g} s"
     except (OSError, ValueError) as error:
         reason = str(error)
-    finally:
-        process.terminate()
-        process.communicate()
     return {"about": "no answer", "versions": {}, "unfit": [reason], "gpus": 0}
 
 
-def answer(question: dict[str, Any], port: int) -> dict[str, Any]:
-    """Check this host. versions: to be the same on all hosts. unfit: its problems. port: where it accepts a connection,
-    as ranks do.
-    """
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """Check this host. versions: to be the same on all hosts. unfit: its problems."""
     packages = {}
     for name in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             packages[name] = metadata.version(name)
     gpus = sum(line.startswith("GPU ") for line in _printed("nvidia-smi", "-L").splitlines())
-    out, least = question["out"], question["min_free_gb"]
+    out = question["out"]
     free = shutil.disk_usage(out).free / 1e9 if os.path.exists(out) else 0
     unfit = {
         **{f"{name} is not installed": name not in packages for name in _PACKAGES},
         **{f"{path} is missing": not os.path.exists(path) for path in question["paths"]},
         "the output folder is not shared with it": not os.path.exists(question["token"]),
         "has no permission to write to the output folder": not os.access(out, os.W_OK),
-        f"{free:.1f} GB free, less than min_free_gb = {least}": free < least,
     }
     about = [counted(gpus, "GPU"), counted(len(os.sched_getaffinity(0)), "core"), f"{free:,.0f} GB free"]
     return {
@@ -174,8 +157,6 @@ def answer(question: dict[str, Any], port: int) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), "revision": _revision(), **packages},
         "unfit": [text for text, is_so in unfit.items() if is_so],
         "gpus": gpus,
-        "addresses": [socket.gethostname(), *_printed("hostname", "-I").split()],
-        "port": port,
     }
 
 
@@ -193,15 +174,6 @@ def problems(slots: Mapping[str, int], answers: Mapping[str, dict[str, Any]]) ->
             lines.append(f"slots={slots[host]} in the hostfile, but it has {counted(a['gpus'], 'GPU')}")
         found += [f"{host}: {line}" for line in lines]
     return found
-
-
-def _try_port(addresses: Sequence[str], port: int) -> None:
-    """Connect to the first reachable address of a host."""
-    for address in addresses:
-        with contextlib.suppress(OSError):
-            socket.create_connection((address, port), timeout=10).close()
-            return
-    raise OSError(f"none of {', '.join(addresses)} can be reached at port {port}")
 
 
 def _printed(*command: str) -> str:
@@ -222,7 +194,4 @@ def _revision() -> str:
 
 
 if __name__ == "__main__":
-    with socket.create_server(("", 0)) as server:
-        server.settimeout(_START_SECONDS)
-        print(_ANSWER.decode() + json.dumps(answer(json.loads(sys.argv[1]), server.getsockname()[1])), flush=True)
-        server.accept()[0].close()
+    print(_ANSWER.decode() + json.dumps(answer(json.loads(sys.argv[1]))))

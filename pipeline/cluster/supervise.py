@@ -27,10 +27,8 @@ from pipeline.settings.run import RunConfig
 # What starts a run: files of the repository, or modules of an installed library.
 _SCRIPTS = ("pretrain.py", "finetune.py", "launch.pretrain", "launch.finetune")
 _POLL_SECONDS, _LONGEST_PAUSE = 0.2, 600.0
-# Seconds after the stop file until the launcher and its ranks on this host get these signals.
-_SIGNALS = {signal.SIGTERM: 10.0, signal.SIGKILL: 45.0}
-# How long ranks may outlive the launcher before they are asked to stop, and until they are no longer waited for.
-_ORPHAN_SECONDS, _REMOTE_SECONDS = 3.0, 300.0
+# How long ranks may outlive the launcher, whose end they notice, before they are no longer waited for.
+_REMOTE_SECONDS = 300.0
 _SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 
@@ -69,14 +67,14 @@ class Supervisor:
                 raise UserError(f"{self.folder} is in use by {who}. Stop that one, or remove lock if its host is gone.")
             number, before = number + 1, self._version()
             self.say(f"start {number}: {' '.join(self.command)}")
-            code, was_orphaned = self._start()
+            code = self._start()
             status = read_end(self.folder) if self._version() != before else None
             step, how, why = (status.step, status.status, status.reason) if status else (0, "", "")
             self.say(f"start {number} ended at step {step:,} (launcher's code {code}): {how or 'killed'} {why}")
             if how == "finished":
                 return 0
-            by_person = why.startswith((BY_FILE, BY_LIMIT, "SIGINT", "a second SIGINT")) and not was_orphaned
-            if self.signals or (how == "stopped" and by_person):
+            by_person = how == "stopped" and why.startswith((BY_FILE, BY_LIMIT, "SIGINT", "a second SIGINT"))
+            if self.signals or by_person:
                 return RESUME
             if how in ("refused", "diverged") or (code == 2 and how != "stopped"):
                 return 2
@@ -92,32 +90,24 @@ class Supervisor:
             if is_asked:
                 return RESUME
 
-    def _start(self) -> tuple[int | None, bool]:
-        """Start the run, and wait for its last process. Returns the launcher's exit code, and whether ranks had to be
-        stopped after it.
-        """
+    def _start(self) -> int | None:
+        """Start the run, and wait for its last process. Returns the launcher's exit code."""
         # A session of its own: Ctrl-C reaches only this process, which asks the run to stop.
         process = subprocess.Popen(self.command, start_new_session=True)
-        ended = asked = float("inf")
-        was_orphaned, sent = False, set[int]()
+        ended, said = float("inf"), False
         while (left := self._what_is_left(process)) and time.monotonic() - ended < _REMOTE_SECONDS:
-            now = time.monotonic()
-            ended = min(ended, now) if process.returncode is not None else ended
-            if asked == float("inf") and (self.signals or now - ended > _ORPHAN_SECONDS):
-                asked, was_orphaned = now, not self.signals
+            if process.returncode is not None:
+                ended = min(ended, time.monotonic())
+            if self.signals and not said:
+                said = True
                 self.say(f"asking {left} to commit and stop")
-                with contextlib.suppress(OSError):  # Signals follow.
+                with contextlib.suppress(OSError):
                     stop_file(self.folder).touch()
-            passed = 0.0 if signal.SIGUSR1 in self.signals else now - asked  # A preemption leaves more time.
-            for number, limit in _SIGNALS.items():
-                if number not in sent and (passed > limit or self.signals.count(signal.SIGINT) > 1):
-                    sent.add(number)
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, number)
+            if self.signals.count(signal.SIGINT) > 1:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             time.sleep(_POLL_SECONDS)
-        if was_orphaned:
-            stop_file(self.folder).unlink(missing_ok=True)
-        return process.returncode, was_orphaned
+        return process.returncode
 
     def _what_is_left(self, process: subprocess.Popen) -> str | None:
         """Describe what is still running of a start; None if nothing is."""

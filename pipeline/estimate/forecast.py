@@ -4,29 +4,23 @@ measured speed, and the best layout on a cluster (ZeRO stage, micro-batch, accum
 Everything is computed from the settings and the manifest; no GPU is needed.
 """
 
-import json
 import math
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
-from pipeline.base.files import as_bytes
 from pipeline.base.progress import duration
 from pipeline.base.words import aligned, counted, of_classes, si, significant
 from pipeline.data.loading.balance import describe_balance
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.mixture.split import MixedSplit
-from pipeline.data.storage.atomic import replacing
 from pipeline.estimate.memory import (
     Memory,
     checkpoint_bytes,
@@ -39,7 +33,6 @@ from pipeline.estimate.plan import Plan, make_plan
 from pipeline.model import Config, ViTConfig
 from pipeline.monitor.gpus import Gpu, find_gpu, known_gpus
 from pipeline.monitor.mlflow.weights import weights_path
-from pipeline.objectives.parameters.freeze import ENCODER
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
@@ -149,7 +142,7 @@ def _places(model: Config) -> int:
 # ---------------------------------------------------------------------- the figures
 @dataclass(frozen=True)
 class Data:
-    """Size of the data: of all sets of a mixture. shards: 0 if it does not exist yet. epoch_samples: see `RunData`.
+    """Size of the data: of all sets of a mixture. epoch_samples: see `RunData`.
 
     notes: on the balance of classes, and on labels that are not used.
     """
@@ -157,7 +150,6 @@ class Data:
     samples: int
     epoch_samples: int
     classes: int
-    shards: int
     source: str
     notes: list[str] = field(default_factory=list)
     pixels: Pixels = RGB8
@@ -239,49 +231,40 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
     classes, if known).
     """
     if config.samples:
-        return config, Data(config.samples, config.samples, config.classes, 0, "given in the settings"), ()
+        return config, Data(config.samples, config.samples, config.classes, "given in the settings"), ()
     try:
         found = open_run_data(config.data, config.seed, config.train.global_batch, config.labels)
     except UserError as error:
         raise UserError(f"{error} Or plan without it: samples=14.2e6 classes=21841.") from None
     split = found.split
     config = replace(config, data=replace(config.data, eval_split=found.eval_split, targets=found.targets))
-    used = int(np.count_nonzero(split.shard_sizes))
     notes = [describe_balance(split.parts[0], found.own.classes, config.data.balance), *found.notes()]
     of_set = f"manifest of {config.data.path}"
     source = f"manifests; {split.describe()}" if isinstance(split, MixedSplit) else of_set
     classes = found.dataset.num_classes
-    data = Data(len(split), found.epoch_samples, classes, used, source, list(filter(None, notes)), split.pixels)
+    data = Data(len(split), found.epoch_samples, classes, source, list(filter(None, notes)), split.pixels)
     return config, data, found.dataset.classes
 
 
 def _model(config: PlanConfig, num_classes: int, names: Sequence[str], pixels: Pixels = RGB8) -> Config:
-    """Returns the architecture: from the settings, from `variant`, or from init.weights."""
+    """Returns the architecture: from the settings, or from init.weights."""
     objectives.check(config, num_classes, names)
     objectives.check_pixels(config, pixels)
     if not config.init.weights:
         return objectives.new_backbone(config, num_classes, pixels)
-    if config.variant:
-        plain: dict[str, Any] = {"name": config.variant, "representation": False}
-        if config.train.freeze == ENCODER and not config.init.attentive_pool:
-            plain["pool"] = "map"  # Only weights with such a pool, as SigLIP's, can be trained so.
-        named = replace(config.model, **plain)
-        found = objectives.new_backbone(replace(config, model=named), num_classes, pixels, covered=False)
-    else:
-        try:
-            found = models.read_weights(weights_path(config.init.weights, config.track.uri, out=config.out)).config
-        except UserError as error:
-            raise UserError(f"init.weights = {error} (Or plan without weights: variant=ViT-L/16.)") from None
+    try:
+        found = models.read_weights(weights_path(config.init.weights, config.track.uri, out=config.out)).config
+    except UserError as error:
+        raise UserError(
+            f"init.weights = {error} (Or plan a new model: init.weights=null model.name=ViT-L/16.)"
+        ) from None
     return models.adapted(found, config.init.weights, **objectives.adaptation(config, num_classes, pixels))
 
 
-# ---------------------------------------------------------------------- as text and JSON
+# ---------------------------------------------------------------------- as text
 def run(config: PlanConfig) -> Forecast:
     """Print the forecast of a run. Raises UserError for what training would refuse; memory errors follow the output."""
     forecast = make_forecast(config)
-    if config.json:
-        with replacing(Path(config.json)) as file:
-            file.write(as_bytes(json.dumps(to_dict(forecast), indent=1)))
     print("\n".join(describe(forecast)))
     sys.stdout.flush()
     if forecast.cluster:
@@ -292,13 +275,17 @@ def run(config: PlanConfig) -> Forecast:
 def describe(forecast: Forecast) -> list[str]:
     """The forecast as lines of text."""
     model, plan, config, data = forecast.model, forecast.plan, forecast.config, forecast.data
-    name = config.model.name or config.variant or config.init.weights
+    name = config.model.name or config.init.weights
     notes = [*data.notes, *objectives.without_effect(config)]
     time = "needs cluster=... and measured=..., the images/s of one GPU in launch/bench.py gpu or in a short run"
     if forecast.hours is not None and forecast.cluster:
         gpu_hours = significant(forecast.hours * forecast.cluster.num_gpus)
         time = f"{duration(3600 * forecast.hours)} = {gpu_hours} GPU hours at the measured speed, without evaluation"
     parameters = significant(models.num_parameters(model) / 1e6)
+    low = []
+    if config.data.streams < plan.world_size:
+        streams, ranks = counted(config.data.streams, "stream"), counted(plan.world_size, "rank")
+        low = [f"  LOW: {streams} for {ranks}. Use data.streams={plan.world_size}."]
     advice = []
     if choice := forecast.choice:
         needed = f"Advice for {config.cluster}: {choice.memory.total / _GIB:.1f} GiB a rank"
@@ -320,27 +307,12 @@ def describe(forecast: Forecast) -> list[str]:
         ),
         f"  time         {time}",
         *(f"  {line}" for line in objectives.describe_groups(config, model, plan.steps)),
-        *(f"  {line}" for line in readers(forecast)),
+        *low,
         "",
         *_describe_memory(forecast),
         *advice,
         "Predicted, not measured: memory counts tensors, without the CUDA context and NCCL.",
     ]
-
-
-def readers(forecast: Forecast) -> list[str]:
-    """Lines about too few streams or shards for the ranks that read them."""
-    streams, ranks, data = forecast.config.data.streams, forecast.plan.world_size, forecast.data
-    lines = []
-    if streams < ranks:
-        lines.append(f"LOW: {counted(streams, 'stream')} for {counted(ranks, 'rank')}. Use data.streams={ranks}.")
-    # In a window that holds a whole stream, samples are shuffled together however few shards there are.
-    if 0 < data.shards < streams and data.samples > streams * forecast.config.data.window:
-        lines.append(
-            f"LOW: {counted(data.shards, 'shard')} for {counted(streams, 'stream')}, which shuffles less. Shard again"
-            f" with samples_per_shard={max(1, data.samples // (4 * streams))}, or use fewer data.streams."
-        )
-    return lines
 
 
 def _describe_memory(forecast: Forecast) -> list[str]:
@@ -368,22 +340,3 @@ def _describe_memory(forecast: Forecast) -> list[str]:
         *(f"  {line}" for line in aligned(rows, 0)),
         "",
     ]
-
-
-def to_dict(forecast: Forecast) -> dict[str, Any]:
-    """All figures as plain JSON data, in bytes, FLOPs and hours."""
-    choice, plan = forecast.choice, forecast.plan
-    return {
-        "name": forecast.config.name,
-        "cluster": asdict(forecast.cluster) if forecast.cluster else None,
-        "data": asdict(forecast.data),
-        "model": {**forecast.model.to_dict(), "parameters": models.num_parameters(forecast.model)},
-        "plan": {**asdict(plan), "epochs": plan.epochs},
-        "layouts": [{**asdict(layout), "peak": layout.memory.total} for layout in forecast.layouts],
-        "choice": {**asdict(choice), "peak": choice.memory.total} if choice else None,
-        **{
-            name: getattr(forecast, name)
-            for name in ("flops_per_image", "flops", "checkpoint_bytes", "disk_bytes", "hours")
-        },
-        "checkpoints": len(plan.saves),
-    }

@@ -136,7 +136,7 @@ def _way_out(config: RunConfig, plan: Plan, model: Config, limit: float) -> str:
     if 0 < config.engine.zero_stage < config.zero_stages[-1]:
         ways.append(f"engine.zero_stage={config.engine.zero_stage + 1}")
     ways.append("more or larger GPUs")
-    return f"Use {', or '.join(ways)}. launch/plan.py --cluster chooses."
+    return f"Use {', or '.join(ways)}. launch/plan.py cluster=... chooses."
 
 
 def largest_micro_batch(config: RunConfig, model: Config, share: int, world_size: int, limit: float) -> int:

@@ -16,8 +16,7 @@ import pyarrow.parquet as pq
 from pipeline.architecture.pixels import ANY_TYPE, RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes
-from pipeline.base.missing import missing
-from pipeline.base.words import counted
+from pipeline.base.words import counted, missing
 from pipeline.data.dataset.manifest import INFO, open_dataset, shards_beside
 from pipeline.data.dataset.mapped_index import ManifestIndex
 from pipeline.data.dataset.split import SampleTable, Split

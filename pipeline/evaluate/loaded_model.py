@@ -37,7 +37,6 @@ from pipeline.model.weights import TARGETS
 from pipeline.process.committed import NAME as CHECKPOINT
 from pipeline.process.distributed import Ranks, use_exact_arithmetic
 from pipeline.process.outputs import Holds, try_output
-from pipeline.process.start import keep_freed_memory
 from pipeline.process.waits import Work
 from pipeline.settings.commands.weights import TrainedLoss, WeightsConfig
 from pipeline.settings.quantities import ImageSize
@@ -143,8 +142,6 @@ def load_model(config: WeightsConfig, loss: TrainedLoss = "auto", content: model
         raise UserError("device = cuda, but torch sees no GPU here. Use device=cpu.")
     device = torch.device("cuda" if available and config.device != "cpu" else "cpu")
     use_exact_arithmetic(device)
-    if device.type == "cpu":
-        keep_freed_memory()
     dtype = torch.float32 if config.precision == "fp32" else torch.bfloat16
     # Read once: a run in training changes its `latest`, and the metadata must belong to these weights.
     if content is None:

@@ -119,7 +119,7 @@ def estimate(experiment: Experiment, rows: Mapping[str, Row], where: str = "here
 def plan_lines(
     experiment: Experiment, rows: Mapping[str, Row], cost: CostEstimate, at_a_time: int
 ) -> tuple[list[str], list[str]]:
-    """Lines of --plan: all runs with their size, length, compute and hours, "-" where unknown; and the sums."""
+    """Lines of the plan: all runs with their size, length, compute and hours, "-" where unknown; and the sums."""
     table: list[tuple[str, ...]] = [("run", "M par.", "images", "steps", "epochs", "exaFLOPs", "time", "state")]
     for name, row in rows.items():
         numbers = {

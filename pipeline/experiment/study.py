@@ -372,7 +372,7 @@ def _with_trunk(config: StudyConfig, name: str, trunk_name: str, overrides: list
         )
     if "://" in run.config.checkpoint.folder:
         raise UserError("cooldown copies checkpoints between runs: checkpoint.folder must be on a disk.")
-    own = [f"name={trunk_name}", f"train.length={steps - cooldown} steps", "track.register="]
+    own = [f"name={trunk_name}", f"train.length={steps - cooldown} steps"]
     trunk = make_spec(trunk_name, "pretrain", config.run, [*constant, *own])
     return replace(run, trunk=trunk, trunk_steps=steps - cooldown)
 

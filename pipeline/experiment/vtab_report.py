@@ -14,9 +14,8 @@ from matplotlib.figure import Figure
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
-from pipeline.base.missing import missing
 from pipeline.base.page import COLOURS, Paragraph, PngImage, Table, add_legend, markdown, png, render, style_axes
-from pipeline.base.words import counted, shorten
+from pipeline.base.words import counted, missing, shorten
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds, of_tasks
 from pipeline.experiment.published import PAPER, PROTOCOL, RESNET, SOURCE, Published

@@ -21,8 +21,7 @@ from torch import Tensor
 from pipeline.base import json_record
 from pipeline.base.errors import UserError, raise_outage
 from pipeline.base.files import as_bytes, replacing
-from pipeline.base.missing import missing
-from pipeline.base.words import on_one_line
+from pipeline.base.words import missing, on_one_line
 from pipeline.model import published
 from pipeline.model.convert.layouts import ConfigFiles
 from pipeline.process.committed import CHECKSUMS, GONE, LATEST, Checksum, checkpoints_of, newest_complete

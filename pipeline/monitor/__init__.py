@@ -1,5 +1,5 @@
-"""Measurements while a run trains: metrics and MLflow, speed and memory, loss spikes, hangs, slow ranks.
+"""Measurements while a run trains: metrics and MLflow, speed and memory, loss spikes, hangs.
 
-export.py sends a run folder to trackers. Imports settings/, process/ and base/; origin.py (late) model/, and mlflow/
-data/storage. mlflow/ is the only room that imports MLflow. Used by most rooms.
+export.py sends a run folder to MLflow. Imports settings/, process/ and base/; origin.py (late) model/.
+mlflow/ is the only room that imports MLflow. Used by most rooms.
 """

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from torch.utils.benchmark import Timer
 
 from pipeline.monitor.gpus import find_gpu
 from pipeline.process.distributed import Ranks
@@ -21,9 +20,6 @@ from pipeline.process.launcher import ranks_on_host
 # Share of a GPU's memory that training may use: 80 GB of the 85 GB that CUDA reports for an H100-80GB. The CUDA
 # context, and the buffers of cuBLAS and NCCL, take the rest.
 _USABLE = 0.94
-# Side of the matrices whose product is timed. Smaller ones would measure the time of a launch.
-_SIDE = 8192
-_MEASURE_SECONDS = 0.1
 
 
 def device_memory(device: torch.device) -> int | None:
@@ -44,25 +40,14 @@ def host_memory() -> int:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, configured_tflops: float) -> tuple[float | None, str]:
-    """Returns (peak FLOP/s of one device, its source: the setting, a data sheet, or a measurement here).
-
-    None on a CPU, unless it is set: what a product reaches there at the start depends on what else runs, so that MFU
-    could exceed 100 %.
+    """Returns (peak FLOP/s of one device, its source: the setting or a data sheet); None if neither says it, as for a
+    CPU and for fp32.
     """
     if configured_tflops:
         return configured_tflops * 1e12, "engine.peak_tflops"
-    if device.type != "cuda":
-        return None, ""
-    if dtype != torch.float32 and (gpu := find_gpu(torch.cuda.get_device_name(device))):
+    if device.type == "cuda" and dtype != torch.float32 and (gpu := find_gpu(torch.cuda.get_device_name(device))):
         return gpu.tflops * 1e12, f"data sheet of {gpu.kind}"
-    return 2 * _SIDE**3 / _product_seconds(_SIDE, device, dtype), "matrix product timed at start"
-
-
-def _product_seconds(side: int, device: torch.device, dtype: torch.dtype) -> float:
-    """The fastest product of two (side, side) matrices, in seconds."""
-    matrix = torch.ones(side, side, dtype=dtype, device=device)
-    timer = Timer("a @ a", globals={"a": matrix}, num_threads=torch.get_num_threads())
-    return min(timer.blocked_autorange(min_run_time=_MEASURE_SECONDS).times)
+    return None, ""
 
 
 def peak_memory(device: torch.device) -> float:
@@ -185,11 +170,6 @@ class Meter:
             "peak_memory_gib": max(memory) / 2**30,
             **{f"time_{part}": sum(values) / len(values) / total for part, values in by_part.items()},
         }
-
-    @staticmethod
-    def own_seconds(read: Sequence[Sequence[float]]) -> list[float]:
-        """Seconds of each rank's own work: data and forward passes, before it waits for others."""
-        return [data + forward for _, _, data, forward, *_ in read]
 
     def _now(self) -> np.ndarray:
         """Seconds without pauses, images over all ranks, and seconds of this rank by `PARTS`, from any time on."""

@@ -18,7 +18,6 @@ import psutil
 from pipeline.base.metric import MAIN, Metric, kind_of, metric_of, title_of
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.monitor.mlflow.view import VIEW_TAG, view_tag
-from pipeline.process.launcher_process import command_as_typed
 
 if TYPE_CHECKING:
     from pipeline.data.dataset.manifest import Dataset
@@ -34,8 +33,7 @@ TEACHER_TAG = "teacher"
 # Begins a parameter of a training run whose probes read labels, before _ and a data set's name: the number of its
 # images that are tested on.
 PROBED_IMAGES = "probed_images"
-# Tags of an experiment. The first chose MLflow's pages for model training before 3.17, where the browser does
-# (mlflow/server.py).
+# Tags of an experiment. The first chose MLflow's pages for model training before 3.17, where the browser does.
 EXPERIMENT_TAGS = {
     "mlflow.experimentKind": "custom_model_development",
     VIEW_TAG: view_tag(),
@@ -266,11 +264,12 @@ class RunFacts:
 
 def source_tags() -> dict[str, str]:
     """User, command and git revision of this process, as MLflow's own client would set them."""
+    words = [word for word in sys.argv if not word.startswith("--local_rank=")]  # Which a launcher adds.
     program = "/".join(Path(sys.argv[0]).resolve().parts[-2:])  # As one would type it: launch/pretrain.py.
     return {
         "mlflow.user": os.environ.get("USER") or psutil.Process().username(),
         "mlflow.source.name": program,  # MLflow shows what follows the last slash, so no arguments.
-        "command": hide_passwords(shlex.join(command_as_typed())),
+        "command": hide_passwords(shlex.join(["python", *words])),
         "mlflow.source.type": "LOCAL",
         **_revision(),
     }

@@ -157,13 +157,13 @@ def num_classes(config: RunConfig, of_dataset: int) -> int:
     return _own(config).of_backbone(config, of_dataset)["num_classes"]
 
 
-def new_backbone(config: RunConfig, num_classes: int, pixels: Pixels = RGB8, covered: bool = True) -> Config:
+def new_backbone(config: RunConfig, num_classes: int, pixels: Pixels = RGB8) -> Config:
     """Returns the configuration of a run's new model. Raises UserError if it cannot be built.
 
-    num_classes, pixels: of the data set. covered: whether patches must cover all pixels.
+    num_classes, pixels: of the data set.
     """
     check(config, num_classes)
-    return _own(config).new_backbone(config, num_classes, pixels, covered)
+    return _own(config).new_backbone(config, num_classes, pixels)
 
 
 def adaptation(config: RunConfig, of_dataset: int, pixels: Pixels = RGB8) -> dict[str, Any]:

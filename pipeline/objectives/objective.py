@@ -209,11 +209,11 @@ class Objective(nn.Module):
         return {"num_classes": 0, "representation": False}
 
     @classmethod
-    def new_backbone(cls, config: RunConfig, num_classes: int, pixels: Pixels = RGB8, covered: bool = True) -> Config:
+    def new_backbone(cls, config: RunConfig, num_classes: int, pixels: Pixels = RGB8) -> Config:
         """Returns the configuration of a run's new model. Arguments and errors: see `objectives.new_backbone`."""
         assert config.model.name, "config.check refuses a run with neither model.name nor init.weights"
         given = config.model.options | cls.of_backbone(config, num_classes)
-        return configure(config.model.name, config.model.image_size, covered=covered, pixels=pixels, **given)
+        return configure(config.model.name, config.model.image_size, pixels=pixels, **given)
 
     @classmethod
     def adaptation(cls, config: RunConfig, num_classes: int, pixels: Pixels = RGB8) -> dict[str, Any]:

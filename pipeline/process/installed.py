@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from pipeline.base.errors import UserError
-from pipeline.base.missing import missing
+from pipeline.base.words import missing
 
 # The repository or site-packages: launch/ and configs/ are installed beside the library.
 _ROOT = Path(__file__).resolve().parents[2]

@@ -84,20 +84,6 @@ def key_of_start(name: str) -> str:
     return f"vit_pipeline/{name}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0) if is_of_agent else 0}"
 
 
-def refuse_busy_port() -> None:
-    """Raise UserError on rank 0 if another process listens on MASTER_PORT, where the ranks connect."""
-    port = os.environ.get("MASTER_PORT")
-    # torchrun's agent itself listens there, for the ranks.
-    if port is None or os.environ.get("RANK", "0") != "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("", int(port)))
-        except OSError:
-            raise busy_port() from None
-
-
 def free_port() -> int:
     """Returns a free TCP port, from a range that Linux does not assign to connections by itself.
 

@@ -12,7 +12,6 @@ Only known launchers are watched, because a shell may end while `nohup torchrun 
 import contextlib
 import os
 import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,19 +59,6 @@ def find_launcher() -> LauncherProcess | None:
             return found
         child = parent
     return found
-
-
-def command_as_typed() -> list[str]:
-    """The words of the command line that started this process: of a rank, those of its launcher (`deepspeed --num_gpus
-    2 launch/pretrain.py ...`). Of a rank that was started over ssh, whose launcher is not among its ancestors, those of
-    the script.
-    """
-    for parent in psutil.Process().parents():
-        if (program := _program(parent)) in (*_RUNNERS, *_TORCHRUN):
-            words = _command(parent)
-            arguments = words[[*map(os.path.basename, words)].index(program) + 1 :]
-            return [*(["python", "-m"] if "." in program else []), program, *arguments]
-    return ["python", *(word for word in sys.argv if not word.startswith("--local_rank="))]
 
 
 def end_restarts() -> None:

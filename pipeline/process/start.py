@@ -25,8 +25,6 @@ from pipeline.base.errors import UserError
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # mallopt(3)
-_SILENT_SECONDS = 1.0  # For which a command that was interrupted may end without a line.
 _INTERRUPTED = "stopped: to go on, run the same command again\n"
 
 
@@ -78,44 +76,10 @@ def check_program(program: str, path: str | None = None) -> None:
         )
 
 
-def keep_freed_memory() -> None:
-    """Make malloc keep freed memory for the next tensors, up to 2 GiB at the end of the heap. No-op without glibc.
-
-    Otherwise glibc returns large tensors to the kernel, which has to clear their pages for the next ones, many times in
-    each batch. Inference on a CPU takes 4 to 9 % less time without that; training only 3 %, and 15 % more memory, so it
-    does not call this (docs/performance.md).
-    """
-    import ctypes
-
-    with contextlib.suppress(AttributeError):  # Another C library.
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_MAX, 0)
-        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-
-
 def interruptible() -> None:
-    """Make Ctrl-C raise KeyboardInterrupt again, and say so where the command does not end within a second."""
-    if signal.getsignal(signal.SIGINT) is not _leave:
-        return
-    import threading
-
-    # Python raises it when the main thread returns from a library, which may take long; a thread hears of it at once.
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    threading.Thread(target=_acknowledge, args=[woken], name="ctrl-c", daemon=True).start()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _acknowledge(woken: int) -> None:
-    import time
-
-    while signal.SIGINT not in os.read(woken, 100):
-        pass
-    time.sleep(_SILENT_SECONDS)
-    if rank() == 0:
-        with contextlib.suppress(OSError):
-            os.write(2, b"\n" * os.isatty(2) + b"stopping: what cannot be interrupted ends first\n")
+    """Make Ctrl-C raise KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def rank() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.missing import missing
+from pipeline.base.words import missing
 from pipeline.cluster.status_files import SETTINGS_FILE, holder, read_settings, read_status
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, by_name, read_metrics
 from pipeline.monitor.mlflow.state import run_id_of

@@ -88,16 +88,7 @@ def description(about: str | None) -> str:
 
 
 def read_settings(cls: type[T], arguments: Sequence[str], about: str | None = None, subject: str = "") -> T:
-    """Returns the settings of a command line; arguments: without the command's own name. Raises UserError.
-
-    `--cluster 8x8xH100` is the same as cluster=8x8xH100, and `--plan` as plan=true.
-    """
-    words, rest, kinds = list[str](), iter(arguments), {name: kind for name, kind, *_ in schema.leaves(cls)}
-    for word in rest:
-        name, _, value = word.removeprefix("--").partition("=")
-        if word.startswith("--") and name in kinds:
-            word = f"{name}={value or ('true' if kinds[name] is bool else next(rest, ''))}"
-        words.append(word)
+    """Returns the settings of a command line; arguments: without the command's own name. Raises UserError."""
     parser = argparse.ArgumentParser(
         description=description(about),
         epilog=fields_help(cls),
@@ -112,7 +103,7 @@ def read_settings(cls: type[T], arguments: Sequence[str], about: str | None = No
     )
     # The deepspeed launcher adds this to every command line; the rank itself is read from the environment.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    given, unknown = parser.parse_known_intermixed_args(words)  # Settings may also precede --config.
+    given, unknown = parser.parse_known_intermixed_args(list(arguments))  # Settings may also precede --config.
     if given.schema:
         print(json.dumps(schema.json_schema(cls), indent=1))
         sys.exit()

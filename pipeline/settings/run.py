@@ -532,7 +532,7 @@ class EngineConfig(Settings):
     bit. A CPU always does.
     """
     peak_tflops: NonNegativeFloat = setting(0.0, on_change="nothing")
-    """Peak TFLOP/s of a device, for MFU; 0 looks it up or measures it."""
+    """Peak TFLOP/s of a device, for MFU; 0 looks it up on the data sheet."""
     timeout_minutes: float = minutes(10.0, min=None, above=0)
     """Timeout of a collective call, after which the run fails."""
 
@@ -678,10 +678,6 @@ class HealthConfig(Settings):
     0 is never. Waits that may last do not count: of any rank for a bucket (data.retry_minutes) and for a checkpoint
     (checkpoint.wait_minutes). Must be below engine.timeout_minutes.
     """
-    straggler_ratio: NonNegativeFloat = setting(1.5, on_change="nothing")
-    """Report a rank whose data loading and forward passes take this many times as long as the median rank's; 0 is
-    never.
-    """
 
 
 class InitConfig(Settings):
@@ -724,17 +720,8 @@ class TrackConfig(Settings):
     """Draw curves, confusions, predictions and reconstructions at evaluations, in a process of low priority, and
     attention at the end (docs/reviewing.md).
     """
-    tensorboard: bool = False
-    """Also write event files into tensorboard/ of the run folder, for `tensorboard --logdir <out>`."""
     parent_run: str = ""
     """ID of the MLflow run below which this one is shown, as launch/finetune_grid.py sets it; empty: none."""
-    register: str = ""
-    """Name of a registered model: each kept, best and last checkpoint becomes a version, with the aliases best and
-    last; empty: none.
-    """
-    upload_weights: bool = False
-    """Upload the weights of these checkpoints to MLflow as well (fp32: 1.2 GB for ViT-L); else their path is recorded.
-    """
 
 
 class LaunchConfig(Settings):

@@ -27,10 +27,9 @@ from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from pipeline.architecture.variants import as_yaml
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import shortened
-from pipeline.process.outputs import Holds, Output, kind_of
+from pipeline.process.outputs import Holds, Output
 from pipeline.settings.quantities import PathText, Seed
-from pipeline.settings.synonyms import advice, synonyms
+from pipeline.settings.synonyms import synonyms
 from pipeline.settings.yaml_reader import as_typed, parse_yaml, read_yaml
 
 T = TypeVar("T")
@@ -154,7 +153,7 @@ def load(cls: type[T], path: str | Path | None, overrides: Sequence[str] = ()) -
     """
     tree = {} if path is None else read_yaml(Path(path).expanduser())
     for override in overrides:
-        _apply(tree, override, cls)
+        _apply(tree, override)
     config: Any = build(cls, tree, "the command line" if path is None else str(path), overrides=overrides)
     config.check()
     if not getattr(cls, "notes_without_effect", False):
@@ -194,18 +193,7 @@ def build(cls: type[T], tree: Any, where: str, section: str = "", overrides: Seq
     told = re.sub(r"^\w+ should", "must", found["msg"]).partition(", unable to parse")[0]
     said = found.get("ctx", {}).get("error") or told
     said = f"{said} ({doc.rstrip('.')})" if "pattern" in found["type"] else said
-    raise UserError(f"{what}: {said}.{_way_out(found['type'], value, said)}")
-
-
-def _way_out(kind: str, value: Any, said: str) -> str:
-    """What to write in place of a value that pydantic refuses, if that is known. kind: of its error."""
-    if kind == "string_type" and isinstance(value, list):
-        return " Give one, not a list."
-    if kind == "float_parsing" and re.fullmatch(r"[0-9]{1,6}(\.[0-9]+)? ?%", value):
-        return f" Write a share as a number: {float(value.rstrip('% ')) / 100:g}."
-    choices = re.findall(r"'(\w+)'", said) if kind == "literal_error" else []
-    near = difflib.get_close_matches(str(value), choices, 1, 0.7)
-    return f" Did you mean {near[0]}?" if near else ""
+    raise UserError(f"{what}: {said}.")
 
 
 def _prepared(tree: Any, cls: Any) -> Any:
@@ -325,11 +313,13 @@ def type_name(kind: Any) -> str:
     return {bool: "true|false", str: "text", int: "whole number", float: "number"}.get(kind) or kind.__name__
 
 
-def _apply(tree: dict[str, Any], override: str, cls: type) -> None:
-    """Put an override into a tree of settings of a class."""
+def _apply(tree: dict[str, Any], override: str) -> None:
+    """Put an override into a tree of settings."""
     name, equals, text = override.partition("=")
     if not equals or not name:
-        raise UserError(f"{as_typed(override)} must be {_example(override, cls)}.")
+        is_file = override.endswith((".yaml", ".yml"))
+        how = f", or a file of settings: --config {override}" if is_file else "; --help lists all settings"
+        raise UserError(f"{as_typed(override)} must be setting=value{how}.")
     *sections, last = name.split(".")
     for section in sections:
         if tree.get(section) is None:
@@ -345,33 +335,11 @@ def _apply(tree: dict[str, Any], override: str, cls: type) -> None:
         raise UserError(f"the command line: {name} = {as_typed(text)} is not valid YAML: {error}") from None
 
 
-def _example(word: str, cls: type) -> str:
-    """How a word that is given alone, often a path, may be meant."""
-    if word.endswith((".yaml", ".yml")):
-        return f"setting=value, or a file of settings: --config {word}"
-    if word.endswith("]"):
-        return "setting=value. A list with spaces needs quotes: 'setting=[a, b]'"
-    if word in {name for name, *_ in leaves(cls)}:
-        return f"{word}=value, without spaces"
-    read = [of for of, kind, field, _ in leaves(cls) if "path" in type_name(kind) and not field.metadata["output"]]
-    usual = ("weights", "init.weights") if kind_of(Path(word)) == "run" else ("source", "data", "data.path")
-    names = [name for name in (*usual, *read) if name in read and "=" not in word]
-    return f"setting=value{f', as {names[0]}={shortened(word)}' if names else '; --help lists all settings'}"
-
-
 def did_you_mean(cls: type, name: str, section: str = "") -> str:
     """The hint of an error about an unknown setting, or about a section that has a value."""
     known = [of for of, *_ in leaves(cls, f"{section}." if section else "")]
-    if not known:
-        return " There are none here: leave it out."
-    if "." in name and name in known:
-        return f" In a file it is nested: {name.replace('.', ': {')}: ...{'}' * name.count('.')}"
-    name = name.lower().replace("-", "_")
-    if near := _similar(name, known):
-        return f" Did you mean {' or '.join(near)}?"
-    if (runs := getattr(cls, "settings_are_of", None)) and (near := _similar(name, [of for of, *_ in leaves(runs)])):
-        return f" Did you mean settings=[{near[0]}=...]?"
-    return f" {advice(name.rpartition('.')[2], known) or '--help lists all settings.'}"
+    near = _similar(name.lower().replace("-", "_"), known)
+    return f" Did you mean {' or '.join(near)}?" if near else " --help lists all settings."
 
 
 def _similar(name: str, known: list[str]) -> list[str]:

@@ -11,8 +11,7 @@ from pydantic import TypeAdapter
 
 from pipeline.base.errors import UserError, naming
 from pipeline.base.json_record import quoted, shortened
-from pipeline.base.missing import missing
-from pipeline.base.words import on_one_line
+from pipeline.base.words import missing, on_one_line
 from pipeline.process.installed import shipped
 
 T = TypeVar("T")

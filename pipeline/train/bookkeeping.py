@@ -39,13 +39,12 @@ from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.retry import Retry
 from pipeline.evaluate.intervals import of_samples
 from pipeline.model import Model
-from pipeline.monitor.health import Reports, SlowRanks, SpikePolicy
+from pipeline.monitor.health import Reports, SpikePolicy
 from pipeline.monitor.profile import Meter
 from pipeline.monitor.run_page import (
     RunFacts,
     WeightsOrigin,
 )
-from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
 from pipeline.process import waits
@@ -165,9 +164,7 @@ class TrainingRun(StartingPoint):
     feed: Feed
     peak_lr: float
     meter: Meter
-    host_meter: HostMeter
     spikes: SpikePolicy
-    slow_ranks: SlowRanks
     collapses: Reports
     worse: Reports
     counts: RunCounts
@@ -185,10 +182,7 @@ class TrainingRun(StartingPoint):
         self.spikes.add(self.progress.step, loss)
         self.counts.add(micro_batches, self.feed.loader.bad)
         self.meter.step(self.plan.global_batch)
-        self.console.advance()
         self.saver.check_writer()
-        if self.progress.step == self.progress.start + 1:  # The optimizer has its states now.
-            self.saver.reserve(self.engine.part())
 
     def rolled_back_after_spikes_on_all_ranks(self) -> bool:
         """Report loss spikes since the last call and apply health.on_spike. Returns whether the run was rolled back.
@@ -263,7 +257,6 @@ class TrainingRun(StartingPoint):
             "saves": saver.numbers(),
             "line": meter.read_for_line() if line else [],
             "record": meter.read() if record else [],
-            "host": self.host_meter.read() if record else [],
         }
         numbers = ranks.gather_numbers(own)  # The only collective call, unless one has news.
         counts.gather_on_all_ranks(numbers["counts"])
@@ -288,11 +281,8 @@ class TrainingRun(StartingPoint):
             declared = engine.objective.values(self.config)
             shown = {name: declared.get(name, Metric()).text(value) for name, value in logged.items()}
             lines.append(progress_line(progress.step, plan.steps, metrics | speed, plan.global_batch, shown))
-            if progress.step > progress.start + 1:  # Whose first step is slower for reasons of its own.
-                lines += self.slow_ranks.changed(meter.own_seconds(numbers["line"]))
         if record:
             metrics |= meter.rates(numbers["record"]) | saver.metrics(numbers["saves"])
-            metrics |= self.host_meter.metrics(numbers["host"])
             collapse = engine.objective.collapse({"loss": metrics["loss"], **logged})
             if collapse:
                 metrics["collapse"] = 1
@@ -388,7 +378,6 @@ class TrainingRun(StartingPoint):
     def close(self, is_finished: bool) -> None:
         """End threads and processes."""
         self.watchdog.close()
-        self.console.close_bar()
         self.feed.loader.close()
         self.saver.close()
         if self.drawing:

@@ -51,7 +51,7 @@ from pipeline.estimate.plan import Plan, accumulation
 from pipeline.model import Model, read_weights
 from pipeline.model.files import find_file
 from pipeline.model.weights import TARGETS
-from pipeline.monitor.health import Reports, SlowRanks, SpikePolicy
+from pipeline.monitor.health import Reports, SpikePolicy
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder, Start
@@ -60,7 +60,6 @@ from pipeline.monitor.run_page import (
     WeightsOrigin,
     hide_passwords,
 )
-from pipeline.monitor.system import HostMeter
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
 from pipeline.objectives.classification import classes_note, moved_class
@@ -565,9 +564,7 @@ def _begin_run_on_all_ranks(
         peak_lr=peak_rate(config.optimizer, start.plan.global_batch),
         progress=Progress(state.step, state.step, state.step, list(state.left_out)),
         meter=Meter(ranks, engine.clock, flops, peak),
-        host_meter=HostMeter(ranks, hosts),
         spikes=SpikePolicy(config.health, ranks, state.losses, state.counts.loss_spikes),
-        slow_ranks=SlowRanks(hosts, config.health.straggler_ratio),
         collapses=Reports("collapse"),
         worse=Reports("loss of features"),
         counts=RunCounts(state.counts, dataset.storage.retry, ranks),
@@ -587,7 +584,7 @@ def _start_tracker(start: StartingPoint, hosts: list[str]) -> Tracker:
     facts = run_facts(start, origin)
     changed = changes_since(start.state, start.identity) if start.resumed is not None else []
     told = hide_passwords("; ".join(str(change) for change in changed if change.fact.means("comparison")))
-    # The address of the weights, such as models:/NAME@best, is looked up at the first start only.
+    # The address of the weights, such as runs:/ID, is looked up at the first start only.
     if saved and not facts.parents:
         facts = replace(facts, parents=saved.facts.parents)
     return Tracker(

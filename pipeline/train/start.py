@@ -17,7 +17,7 @@ from pipeline.base.progress import duration
 from pipeline.base.words import significant
 from pipeline.cluster.stop import Stop
 from pipeline.estimate.plan import Plan, make_plan
-from pipeline.process.launcher import check_environment, quiet_torch, refuse_busy_port, share_cores
+from pipeline.process.launcher import check_environment, quiet_torch, share_cores
 from pipeline.process.start import rank
 from pipeline.process.waits import Work
 from pipeline.settings.run import RunConfig
@@ -46,7 +46,6 @@ def run(config: RunConfig, draw: str) -> None:
     mistake.
     """
     check_environment()
-    refuse_busy_port()
     quiet_torch()
     share_cores()
     run_training(config, draw)
@@ -92,7 +91,7 @@ def _train(stop: Stop, prepared: Prepared) -> None:
         return
     speed = f"{significant(run.meter.average)} images/s over {duration(run.meter.total_seconds)} of training, in "
     console.say(f"finished: {speed if prepared.plan.steps else ''}{run.folder}{but}")
-    for way in run.tracker.how_to_open() if run.tracker else []:
+    if way := run.tracker.how_to_open() if run.tracker else "":
         console.say(f"in a browser: {way}")
 
 
@@ -111,7 +110,6 @@ def _train_until_stopped(run: "TrainingRun") -> str:
                 evaluator.evaluate_on_all_ranks(progress.start)
             else:
                 evaluator.mark_best_again(progress.start)
-        run.console.open_bar(progress.start, run.plan.steps)
         train_on_all_ranks(run)
         run.saver.wait()
     except Stopped:  # On all ranks at the same step or evaluation batch.

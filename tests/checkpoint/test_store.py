@@ -29,8 +29,7 @@ from saving import CONFIG, STATES, job, metadata, names, newest_complete, save_a
 
 from pipeline import model as models
 from pipeline.base.errors import CrashError, UserError
-from pipeline.base.files import write_text
-from pipeline.checkpoint import sharded_tensors, store, writer
+from pipeline.checkpoint import store, writer
 from pipeline.checkpoint.sharded_tensors import CheckpointIndex, Range, ShardedTensors
 from pipeline.checkpoint.store import (
     Checkpoints,
@@ -117,24 +116,6 @@ def test_any_ranges_are_read_from_any_ranges(
         assert np.array_equal(out, arrays[state][name][start : start + len(out)])
 
 
-def test_weights_in_the_files_of_many_ranks_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The part of a tensor is small there, and what follows it was read with it, up to 8 MiB."""
-
-    def bytes_read() -> int:
-        return int(Path("/proc/self/io").read_text().split()[1])
-
-    shapes, length = {f"t{i}": [1024] for i in range(100)}, 128
-    files = {f"rank-{rank}.bin": [(name, rank * length, length) for name in shapes] for rank in range(8)}
-    for rank, file in enumerate(files):
-        (tmp_path / file).write_bytes(np.full(2 * length * len(shapes), rank, np.float32).tobytes())
-    sharded = ShardedTensors(tmp_path, CheckpointIndex(shapes, ["weights", "exp_avg"], files))
-    monkeypatch.setattr(sharded_tensors, "_BATCH", 4 * 1024 * 10)
-    before = bytes_read()
-    found = dict(sharded.model_tensors("weights"))
-    assert bytes_read() - before < 1.1 * 4 * 1024 * len(shapes)
-    assert all(np.array_equal(found[name], np.repeat(np.arange(8), length)) for name in shapes)
-
-
 def test_another_models_tensors_are_refused(tmp_path: Path) -> None:
     save_all(tmp_path, 1)
     sharded = ShardedTensors.open(tmp_path / "step-00000001")
@@ -219,24 +200,7 @@ def test_no_flipped_bit_of_the_checksums_is_believed(tmp_path: Path) -> None:
         assert verify(path) is not None, text
 
 
-def test_a_damaged_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
-    save_all(tmp_path, 10)
-    save_all(tmp_path, 20)
-    flip(tmp_path / "step-00000020" / "model.safetensors")
-    assert newest_complete(tmp_path) == "step-00000010"
-    save_all(tmp_path, 20, damaged=["step-00000020"])
-    assert newest_complete(tmp_path) == "step-00000020"
-    assert names(tmp_path) == ["latest", "step-00000010", "step-00000020"]
-
-
 # -------------------------------------------------------------------- which ones stay
-def test_the_newest_stay(tmp_path: Path) -> None:
-    for step in (5, 90, 1000, 123_456_789):
-        save_all(tmp_path, step, world_size=1)
-    assert names(tmp_path) == ["latest", "step-00001000", "step-123456789"]
-    assert (tmp_path / "latest").read_text() == "step-123456789"
-
-
 @pytest.mark.parametrize("keep", [1, 2])
 def test_damaged_ones_do_not_push_out_whole_ones(keep: int, tmp_path: Path) -> None:
     for step in (10, 20, 30):
@@ -411,27 +375,6 @@ def test_what_was_interrupted_goes_and_nothing_else(tmp_path: Path) -> None:
     Checkpoints(tmp_path / "nowhere").clean_up(print)
 
 
-def test_a_start_and_the_writer_of_a_killed_run_name_the_newest_at_the_same_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The start goes on as soon as the checkpoint is there, and corrected `latest` while the writer wrote it: one of
-    them failed.
-    """
-    save_all(tmp_path, 10)
-    newest, fsync = tmp_path / "step-00000010", os.fsync
-    (tmp_path / "latest").write_text("step-00000005")
-
-    def start_meanwhile(descriptor: int) -> None:
-        monkeypatch.setattr(os, "fsync", fsync)
-        Checkpoints(tmp_path).point_at(newest)
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", start_meanwhile)
-    Checkpoints(tmp_path).point_at(newest)
-    assert (tmp_path / "latest").read_text() == newest.name
-    assert names(tmp_path) == ["latest", newest.name]
-
-
 def clock(monkeypatch: pytest.MonkeyPatch, sleep: Callable[[float], None] = time.sleep) -> list[float]:
     """What waits in a writer or for one goes by this clock."""
     now = [0.0]
@@ -541,35 +484,6 @@ def test_a_bucket_that_refuses_leaves_the_last_one(s3: tuple[faulty_s3.S3, str])
 
 
 # -------------------------------------------------------------------- small files, and the order of things
-def test_a_full_disk_leaves_the_old_text_and_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "state.json"
-    write_text(path, "old")
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(store.os, "fsync", full)
-    with pytest.raises(OSError, match="No space left") as error:
-        write_text(path, "new")
-    assert error.value.filename == str(path)
-    assert path.read_text() == "old"
-    assert names(tmp_path) == ["state.json"]
-
-
-def test_a_flush_that_fails_during_a_save_fails_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system reports the error to that call only: the last flush of the file succeeds."""
-
-    def broken(file: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    save_all(tmp_path, 1)
-    monkeypatch.setattr(writer, "_FLUSH", 0)
-    monkeypatch.setattr(os, "fdatasync", broken)
-    with pytest.raises((UserError, CrashError)):
-        save_all(tmp_path, 2, world_size=1)
-    assert names(tmp_path) == ["latest", "step-00000001"]
-
-
 def test_everything_is_flushed_before_it_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: set[str] = set()
     fsync, rename = os.fsync, os.rename

@@ -15,7 +15,7 @@ from pipeline.settings.commands.operate import HostsConfig
 
 SLOTS = {"node1": 1, "node2": 1, "node3": 1}
 ANSWER: dict[str, Any] = {"about": "", "versions": {"torch": "1"}, "unfit": [], "gpus": 1}
-QUESTION = {"paths": ["/nowhere"], "out": "/tmp", "token": "/tmp", "min_free_gb": 1e9}
+QUESTION = {"paths": ["/nowhere"], "out": "/tmp", "token": "/tmp"}
 
 
 @pytest.mark.parametrize("text", ["a", "a slots=1\na slots=2", "a slots=0", ""])
@@ -29,7 +29,6 @@ def test_hostfiles_with_a_mistake(tmp_path: Path, text: str) -> None:
 
 
 def test_a_host_that_says_nothing_is_named_as_is_a_missing_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "timeout").symlink_to("/usr/bin/timeout")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "ssh" in host_check.ask("node1", QUESTION)["unfit"][0]
 
@@ -47,12 +46,12 @@ def test_what_the_shell_of_a_host_prints_is_no_answer(tmp_path: Path, monkeypatc
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     unfit = host_check.ask("node1", QUESTION)["unfit"]
-    assert ["/nowhere" in unfit[0], "min_free_gb" in unfit[1], len(unfit)] == [True, True, 2]
+    assert ["/nowhere" in line for line in unfit] == [True]
 
 
 def test_what_a_host_lacks_is_said_of_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_check, "_PACKAGES", ("torch", "no_package"))
-    lines = problems(SLOTS, {"node1": host_check.answer(QUESTION, 1)})
+    lines = problems(SLOTS, {"node1": host_check.answer(QUESTION)})
     assert lines[0].startswith("node1: no_package ")
 
 

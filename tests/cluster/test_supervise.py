@@ -5,16 +5,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from polling import until
 from ranks import ROOT
 
-from pipeline.cluster import supervise
 from pipeline.cluster.status_files import RunFolder
-from pipeline.cluster.supervise import Supervisor, _settings_of
+from pipeline.cluster.supervise import _settings_of
 
 # The launcher: does what the next line of `plan` says. left: code of a child of its own that lives on without it.
 _DEEPSPEED = """#!{python}
@@ -35,14 +33,13 @@ if "status" in act:
     (run / "status.json").write_text(json.dumps(act["status"]))
 sys.exit(act["code"])
 """
-# Lives on without the launcher until it is asked to stop, as ranks do.
+# Lives on without the launcher until it notices that, as ranks do.
 _ORPHAN = """
 import json, sys, time
 from pathlib import Path
-run = Path(sys.argv[1])
-while not (run / "stop").exists():
-    time.sleep(0.02)
-(run / "status.json").write_text(json.dumps({"status": "stopped", "step": 9, "code": 75, "reason": "the stop file"}))
+time.sleep(1)
+said = {"status": "stopped", "step": 9, "code": 75, "reason": "the end of its launcher"}
+(Path(sys.argv[1]) / "status.json").write_text(json.dumps(said))
 """
 WHOLE = ["data.path=d", "train.length=9 steps", "train.global_batch=24", "data.streams=4", "model.name=ViT-S/16"]
 
@@ -170,26 +167,23 @@ def test_a_person_who_asks_a_run_that_is_ending_is_heard(tmp_path: Path, last: d
     assert not (case.run / "stop").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_goes_through_and_is_not_answered_by_a_start(tmp_path: Path, number: int) -> None:
+def test_a_signal_goes_through_and_is_not_answered_by_a_start(tmp_path: Path) -> None:
     case = Case(tmp_path, [ending("stopped", 5, 75, "the stop file", until_stop=True), FINISHED])
     case.wait_for_start()
-    case.process.send_signal(number)
+    case.process.send_signal(signal.SIGTERM)
     code, output = case.end()
     assert code == 75, output
     assert len(case.commands()) == 1
     assert not (case.run / "stop").exists()
 
 
-def test_a_run_that_hears_nothing_is_killed_after_a_second_ctrl_c(tmp_path: Path) -> None:
+def test_a_run_that_hears_nothing_is_killed_by_a_second_ctrl_c(tmp_path: Path) -> None:
     case = Case(tmp_path, [{"code": 0, "deaf": True}, FINISHED])
     case.wait_for_start()
     case.process.send_signal(signal.SIGINT)
     until(lambda: (case.run / "stop").exists())
-    asked_at = time.monotonic()
     case.process.send_signal(signal.SIGINT)
     assert case.end()[0] == 75
-    assert time.monotonic() - asked_at < 40
     assert not (case.run / "stop").exists()
 
 
@@ -214,21 +208,6 @@ def test_a_second_supervisor_is_refused_and_a_killed_one_holds_nobody(tmp_path: 
     assert len(case.commands()) == 2
 
 
-def test_it_waits_for_a_file_server_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended with code 1, and nobody started the run again."""
-
-    def fail(*_: object) -> None:
-        raise errors.pop()
-
-    errors = [OSError("Stale file handle"), ChildProcessError()]
-    monkeypatch.setattr(supervise.os, "waitpid", fail)
-    monkeypatch.setattr(supervise, "holder", fail)
-    supervisor = object.__new__(Supervisor)
-    supervisor.folder = tmp_path
-    assert supervisor._what_is_left(subprocess.Popen.__new__(subprocess.Popen))
-    assert not errors
-
-
 def test_a_run_that_was_started_by_hand_between_two_starts_is_not_stopped(tmp_path: Path) -> None:
     case = Case(tmp_path, [KILLED, FINISHED], "pause_seconds=4")
     until(lambda: (log := case.run / "supervise.log").exists() and log.read_text().count("\n") == 3)
@@ -245,8 +224,7 @@ def test_a_run_that_was_started_by_hand_between_two_starts_is_not_stopped(tmp_pa
 
 
 @pytest.mark.slow
-def test_ranks_that_outlive_their_launcher_are_stopped_first(tmp_path: Path) -> None:
-    """Its stop file, for them, is not taken for a person's."""
+def test_ranks_that_outlive_their_launcher_are_waited_for(tmp_path: Path) -> None:
     case = Case(tmp_path, [{"code": 1, "left": _ORPHAN}, FINISHED])
     code, output = case.end()
     assert code == 0, output

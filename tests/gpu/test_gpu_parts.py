@@ -15,7 +15,6 @@ from pipeline.checkpoint.sharded_tensors import RankPart, ShardedTensors
 from pipeline.checkpoint.writer import Commit
 from pipeline.data.loading.loader import _copy_stream, images_to_device, normalise
 from pipeline.data.loading.mix import draw_mixing, mix_images
-from pipeline.monitor.system import HostMeter
 from pipeline.objectives.parameters.muon import Muon
 from pipeline.process.distributed import Ranks, use_exact_arithmetic
 from pipeline.settings.run import AugmentConfig
@@ -205,14 +204,6 @@ def test_a_checkpoint_holds_what_was_on_the_device_when_it_was_saved(device: tor
         found = ShardedTensors.open(tmp_path / f"step-{step_number:08d}")
         for i, state in enumerate(("weights", "exp_avg")):
             assert np.all(found.full_tensors(state)["w"] == step_number * 10 + i)
-
-
-def test_the_use_of_the_host_has_that_of_its_gpus(device: torch.device) -> None:
-    """Read by NVML's functions, of which the other tests have only a stand-in."""
-    meter = HostMeter(Ranks(0, 0, 1, device), ["a"])
-    found = meter.metrics([meter.read()])
-    assert ("system/gpu_memory_percent" in found) == (device.type == "cuda")
-    assert 0 < found.get("system/gpu_memory_percent", 1) < 100
 
 
 def test_images_are_copied_beside_queued_work(device: torch.device) -> None:

@@ -78,7 +78,7 @@ _OF_ALL = (
     "optimizer.lr=0.001",
 )
 # Metrics that measure time, memory and the machine.
-_MEASURED = ("system/", "time_", "checkpoint_", "images_per_second", "mfu", "data_wait", "peak_memory_gib")
+_MEASURED = ("time_", "checkpoint_", "images_per_second", "mfu", "data_wait", "peak_memory_gib")
 _SECONDS = 4.0  # within which a rank is killed, after the start of a life or after its first step
 
 

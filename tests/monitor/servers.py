@@ -1,6 +1,5 @@
 """Servers on loopback that tests start: PostgreSQL, `mlflow server`, and a proxy that records who is asked."""
 
-import configparser
 import contextlib
 import os
 import shutil
@@ -8,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import tomllib
 import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,7 +16,6 @@ from typing import Any
 import psutil
 import pytest
 from polling import until
-from ranks import ROOT
 
 from pipeline.process.launcher import free_port
 
@@ -97,7 +94,7 @@ class Postgres:
 class MlflowServer:
     """`mlflow server` on a port that stays the same when it is stopped and started again. log: what it printed."""
 
-    def __init__(self, folder: Path, store: str, *options: str, **environment: str) -> None:
+    def __init__(self, folder: Path, store: str, **environment: str) -> None:
         self.port, self.log = free_port(), folder / "server.log"
         self.url = f"http://127.0.0.1:{self.port}"
         self.command = [
@@ -111,7 +108,6 @@ class MlflowServer:
             str(self.port),
             "--workers",
             "1",
-            *options,
         ]
         # Tests have their own switch in MLflow, which turns off more than ours does.
         inherited = {name: value for name, value in os.environ.items() if name not in ("PYTEST_CURRENT_TEST", "CI")}
@@ -119,19 +115,6 @@ class MlflowServer:
         jobs = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         self.environment = {**inherited, **jobs, "MLFLOW_DISABLE_TELEMETRY": "true", **environment}
         self.folder = folder
-
-    def serves_runs(self, store: Path) -> "MlflowServer":
-        """Start it by launch/track_serve.py instead."""
-        self.command = [sys.executable, str(ROOT / "launch/track_serve.py"), f"store={store}", f"port={self.port}"]
-        # The entry points of this working copy, as `pip install` writes them: another one may be installed.
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        (installed := self.folder / "installed" / "vit_pipeline-0.dist-info").mkdir(parents=True)
-        (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n")
-        (entries := configparser.ConfigParser()).read_dict(project["entry-points"])
-        with open(installed / "entry_points.txt", "w") as file:
-            entries.write(file)
-        self.environment["PYTHONPATH"] = f"{installed.parent}{os.pathsep}{ROOT}"
-        return self
 
     def start(self) -> "MlflowServer":
         with open(self.log, "ab") as log:

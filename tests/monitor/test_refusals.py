@@ -10,8 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from pipeline.monitor.export import warn
-from pipeline.monitor.mlflow.connection import connect, is_refusal
+from pipeline.monitor.mlflow.connection import connect, is_refusal, warn
 
 
 class Failing:

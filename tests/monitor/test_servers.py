@@ -1,4 +1,4 @@
-"""Tracking with real servers: PostgreSQL, `mlflow server` with artifacts in S3, and what happens to servers."""
+"""Tracking with real servers: PostgreSQL, `mlflow server`, and what happens to servers."""
 
 import json
 import shutil
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import faulty_s3
 import psutil
 import pytest
 import servers
@@ -45,15 +44,11 @@ def recorder() -> Iterator[Recorder]:
 
 
 @pytest.fixture(scope="module")
-def server(
-    database: Path, tmp_path_factory: pytest.TempPathFactory, s3_server: faulty_s3.S3, recorder: Recorder
-) -> Iterator[MlflowServer]:
-    """`mlflow server` with SQLite, and its artifacts in S3. Everything beyond loopback would go to the recorder."""
-    s3_server.bucket("artifacts")
+def server(database: Path, tmp_path_factory: pytest.TempPathFactory, recorder: Recorder) -> Iterator[MlflowServer]:
+    """`mlflow server` with SQLite. Everything beyond loopback would go to the recorder."""
     folder = tmp_path_factory.mktemp("server")
     shutil.copy(database, folder / "mlflow.db")
-    options = ("--artifacts-destination", "s3://artifacts/store")
-    server = MlflowServer(folder, f"sqlite:///{folder / 'mlflow.db'}", *options, **recorder.environment)
+    server = MlflowServer(folder, f"sqlite:///{folder / 'mlflow.db'}", **recorder.environment)
     with servers.running(server.start()):
         yield server
 
@@ -147,30 +142,6 @@ def test_a_run_in_postgresql_whose_password_is_written_nowhere(
     assert {"config.yaml", "mlflow.json", "metrics.jsonl", "run.json"} <= {path.name for path in files}
     for where, content in {**files, "the database": database, "the output": (out + err).encode()}.items():
         assert postgres.password.encode() not in content, where
-
-
-# ------------------------------------------------------------------------------------------ mlflow server, S3
-def test_artifacts_go_to_s3_through_the_server_or_directly(
-    server: MlflowServer, s3_server: faulty_s3.S3, tmp_path: Path
-) -> None:
-    import boto3
-
-    client = connect(server.url)
-    client.create_experiment("direct", "s3://artifacts/direct")
-    for experiment in ("through", "direct"):
-        tracked = Tracked(server.url, tmp_path / experiment, experiment)
-        figures = tracked.folder / "page" / "figures"
-        figures.mkdir(parents=True)
-        (figures / "loss.png").write_bytes(b"\x89PNG of " + experiment.encode())
-        (tracked.folder / "log.txt").write_text("a line\n")
-        tracked.start().log(1, 3)
-        tracked.finish()
-        for name in ("log.txt", "page/figures/loss.png"):
-            read = Path(client.download_artifacts(tracked.run.info.run_id, name, str(tmp_path)))
-            assert read.read_bytes().endswith(experiment.encode() if name.endswith("png") else b"a line\n")
-    keys = [found["Key"] for found in boto3.client("s3").list_objects_v2(Bucket="artifacts")["Contents"]]
-    for prefix in ("store/", "direct/"):
-        assert any(key.startswith(prefix) and key.endswith("figures/loss.png") for key in keys), keys
 
 
 # ------------------------------------------------------------------------------------------ faults

@@ -2,18 +2,15 @@
 
 import json
 import math
-import os
 import resource
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from polling import until
-from tracked_steps import log_step, warnings_in
+from tracked_steps import log_step
 
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.mlflow.state import run_id_of
@@ -129,7 +126,7 @@ def test_an_absent_server_delays_nothing_and_loses_nothing(
     for step in range(100):
         log_step(tracker, step, {"loss": float(step)})
     tracker.finish("FINISHED")
-    assert not tracker._exports[0]._thread.is_alive(), "it gave up by itself, and not because its time was over"
+    assert not tracker._export._thread.is_alive(), "it gave up by itself, and not because its time was over"
     assert capfd.readouterr().err.count("cannot be reached") == 1
     assert len(written(out)) == 100
 
@@ -150,7 +147,7 @@ def test_a_server_that_answers_slowly_does_not_hold_up_the_end(
 ) -> None:
     asked, over = threading.Event(), threading.Event()
     tracker = start(out, timing=ExportTiming(poll=0.05, finish=0.3))
-    monkeypatch.setattr(tracker._exports[0].exporter, "log", lambda *_: (asked.set(), over.wait()))
+    monkeypatch.setattr(tracker._export.exporter, "log", lambda *_: (asked.set(), over.wait()))
     tracker.log(1, {"loss": 1.0})
     assert asked.wait(300)
     tracker.finish("FINISHED")  # Returns, although there is no answer.
@@ -161,8 +158,8 @@ def test_a_server_that_answers_slowly_does_not_hold_up_the_end(
 
 def test_an_outage_that_begins_at_the_end_of_a_run_is_waited_for(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = start(out, timing=ExportTiming(poll=300, retry=(0.05,) * 3, finish=300))
-    until(lambda: tracker._exports[0]._next_look)  # The store has answered, and the thread waits.
-    exporter, failures = tracker._exports[0].exporter, [ConnectionError("busy"), ConnectionError("busy")]
+    until(lambda: tracker._export._next_look)  # The store has answered, and the thread waits.
+    exporter, failures = tracker._export.exporter, [ConnectionError("busy"), ConnectionError("busy")]
     send = exporter.log
 
     def log(records: Any) -> None:
@@ -222,35 +219,6 @@ def test_a_run_that_is_deleted_is_made_again_with_everything(out: Path, capfd: p
     (run,) = runs(out)
     assert (run.info.status, run.data.params["section.field7"]) == ("FINISHED", "7")
     assert "(deleted?)" in capfd.readouterr().err
-
-
-def test_parameters_are_sent_again_when_the_first_try_failed(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlflow.tracking import MlflowClient
-
-    log_batch = MlflowClient.log_batch
-    failures = iter([True])
-
-    def fails_once(self, run_id, metrics=(), params=(), tags=()):
-        if params and next(failures, False):
-            raise ConnectionError("gone")
-        return log_batch(self, run_id, metrics=metrics, params=params, tags=tags)
-
-    monkeypatch.setattr(MlflowClient, "log_batch", fails_once)
-    tracker = start(out)
-    tracker.log(1, {"loss": 1.0})
-    until(lambda: runs(out) and history(out, "loss"))
-    tracker.finish("FINISHED")
-    assert len(runs(out)[0].data.params) == len(PARAMETERS)
-    assert history(out, "loss") == [(1, 1.0)]
-
-
-def test_a_line_that_a_kill_cut_short_spoils_no_other(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    live(out, range(1, 2), 0.0)
-    with open(out / "run" / "metrics.jsonl", "a") as file:
-        file.write('{"step": 2, "time": 17000')
-    live(out, range(3, 4), 0.0)
-    assert history(out, "loss") == [(1, 1.0), (3, 3.0)]
-    assert "damaged line" in capfd.readouterr().err
 
 
 def test_nan_and_inf(out: Path) -> None:
@@ -411,37 +379,3 @@ def test_a_damaged_state_sends_everything_to_a_new_run(out: Path, capfd: pytest.
     second = run_id_of(out / "run")
     assert second != first
     assert [m.step for m in client(out).get_metric_history(second, "train/loss")] == [1, 2, 3, 4]
-
-
-def test_runs_that_begin_together_without_a_database_make_one(tmp_path: Path) -> None:
-    script = Path(__file__).parent / "track_a_run.py"
-    names = [f"run{number}" for number in range(4)]
-    done = subprocess.run(
-        [sys.executable, script, default_uri(tmp_path), tmp_path, *names],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr
-    assert not warnings_in(done.stderr)
-    assert sorted(run.info.run_name for run in runs(tmp_path)) == names
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
-# -------------------------------------------------------------------- another tracker
-def test_tensorboard_receives_each_point_once_over_a_kill(tmp_path: Path) -> None:
-    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    config = TrackConfig(enabled=False, tensorboard=True)
-    for first, last in ((1, 15), (11, 20)):
-        facts = RunFacts("run", "pretrain", {"lr": 0.1}, description="What it is.", steps=20)
-        tracker = Tracker(config, tmp_path, tmp_path / "run", facts, first - 1, FAST)
-        for step in range(first, last + 1):
-            tracker.log(step, {"loss": float(step)})
-        tracker.finish("FINISHED")
-    events = loader.EventAccumulator(str(tmp_path / "run" / "tensorboard"), {"scalars": 0})
-    events.Reload()
-    assert [(point.step, point.value) for point in events.Scalars("train/loss")] == [
-        (s, float(s)) for s in range(1, 21)
-    ]
-    assert {"description/text_summary", "parameters/text_summary"} <= set(events.Tags()["tensors"])
-    assert not (tmp_path / "mlflow.db").exists()

@@ -40,7 +40,7 @@ def test_hosts_are_asked_before_the_start(site: Site, dataset: Path, tmp_path: P
         (tree.setdefault(section, {}) if section else tree)[field] = value if field == "env" else yaml.safe_load(value)
     (site.folder / "run.yaml").write_text(yaml.safe_dump(tree))
     write_hostfile(site, SLOTS)
-    ask = (sys.executable, "launch/hosts.py", "hostfile=hosts", "run=run.yaml", "min_free_gb=0")
+    ask = (sys.executable, "launch/hosts.py", "hostfile=hosts", "run=run.yaml")
     code, said = site.run(*ask)
     assert code == 0, said
     assert "3 hosts, 3 slots: alike and fit" in said

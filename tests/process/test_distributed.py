@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -82,6 +83,15 @@ def test_a_rank_that_never_starts_ends_the_wait(
         pass
     clock.join()
     assert error.value.on_one_rank == (alone == 1), "rank 0 is not there to say it"
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        monkeypatch.setenv("MASTER_PORT", port := str(listener.getsockname()[1]))
+        with pytest.raises(UserError, match=rf"MASTER_PORT = {port} is in use on this host.*--master_port"), rank(0):
+            pass
 
 
 def test_what_rank_0_finds_for_all_it_says_alone() -> None:

@@ -1,17 +1,14 @@
 """What a launcher tells a rank is checked before anything uses it."""
 
-import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pipeline.base.errors import OneRankError, UserError
 from pipeline.process import launcher
-from pipeline.process.launcher import check_environment, free_port, key_of_start, refuse_busy_port, share_cores
+from pipeline.process.launcher import check_environment, free_port, key_of_start, share_cores
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "29500"}
 
@@ -36,24 +33,6 @@ def test_what_does_not_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
         OneRankError, match=r"RANK = 0 is set .* but not LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.*unset RANK"
     ):
         check_environment()
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
-def test_a_port_that_is_taken(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_busy_port()
-    with socket.socket() as listener:
-        listener.bind((address, 0))
-        listener.listen()
-        monkeypatch.setenv("MASTER_PORT", str(listener.getsockname()[1]))
-        with pytest.raises(UserError, match=r"MASTER_PORT = \d+ is in use on this host.*--master_port"):
-            refuse_busy_port()
-        monkeypatch.setenv("RANK", "1")  # It connects there.
-        refuse_busy_port()
-        monkeypatch.setenv("RANK", "0")
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-        refuse_busy_port()
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
-    refuse_busy_port()
 
 
 @pytest.mark.parametrize("agent_has_store", [True, False])
@@ -92,25 +71,3 @@ def test_ranks_of_a_host_share_its_cores(
         monkeypatch.delenv("OMP_NUM_THREADS")
     share_cores()
     assert os.environ.get("OMP_NUM_THREADS") == expected
-
-
-@pytest.mark.parametrize(
-    ("runner", "typed"),
-    [
-        ("deepspeed", ["deepspeed", "--num_gpus", "2", "launch/pretrain.py", "train.length=2 epochs"]),
-        ("torchrun", ["torchrun", "--num_gpus", "2", "launch/pretrain.py", "train.length=2 epochs"]),
-        ("own_script", ["python", "{rank}", "train.length=2 epochs"]),
-    ],
-)
-def test_the_command_is_that_of_the_launcher(runner: str, typed: list[str], tmp_path: Path) -> None:
-    """Not that of a rank, which has options of the launcher; of another starter, whose options differ, the rank's."""
-    rank, script = tmp_path / "rank.py", tmp_path / runner
-    rank.write_text(
-        "import json\nfrom pipeline.process.launcher_process import command_as_typed as f\nprint(json.dumps(f()))"
-    )
-    script.write_text(
-        f"import subprocess, sys\nsubprocess.run([sys.executable, '-u', {str(rank)!r}, '--local_rank=1', sys.argv[-1]])"
-    )
-    words = [sys.executable, str(script), "--num_gpus", "2", "launch/pretrain.py", "train.length=2 epochs"]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [word.format(rank=rank) for word in typed]

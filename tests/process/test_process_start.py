@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -90,37 +89,6 @@ def test_ctrl_c_in_the_command_is_an_exception_again() -> None:
     assert interrupt(script, "ready") == (130, "tidied up\nstopped: to go on, run the same command again\n")
 
 
-def test_ctrl_c_is_acknowledged_where_the_command_cannot_end_yet() -> None:
-    """In a library that no signal interrupts: here a sleep, of a thread that does not get the signal."""
-    script = """
-import signal, sys, time
-from pipeline.process.start import guard
-guard("__main__")
-from pipeline.settings.command import main
-from pipeline.settings.commands.data import ShardConfig
-
-def work(config):
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    print("ready", flush=True)
-    time.sleep(60)
-
-sys.argv = ["x", "source=a", "out=b"]
-main(ShardConfig, work, "")
-"""
-    process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    assert process.stdout.readline().strip() == "ready"
-    begin = time.monotonic()
-    process.send_signal(signal.SIGINT)
-    assert process.stderr.readline()
-    assert time.monotonic() - begin < 30
-    process.kill()
-    process.communicate()
-
-
 @pytest.mark.parametrize("module", ["argparse", "pipeline.settings.run"])
 def test_a_real_command_that_is_interrupted_early(module: str, tmp_path: Path) -> None:
     """By itself, when it imports a module: from outside it might be met late, or have ended."""
@@ -134,26 +102,6 @@ def test_a_real_command_that_is_interrupted_early(module: str, tmp_path: Path) -
     command = [sys.executable, str(ROOT / "launch" / "pretrain.py"), "--help"]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "stopped: to go on, run the same command again\n")
-
-
-def test_freed_memory_is_kept_for_the_next_tensors() -> None:
-    """The kernel counts the pages that it gives: for each tensor, or only for the first ones."""
-    script = """
-import resource, torch
-from pipeline.process.start import keep_freed_memory
-
-pages = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for change in (lambda: None, keep_freed_memory):
-    change()
-    for attempt in range(24):
-        before = pages()
-        torch.empty(2**24).fill_(1)
-        print(pages() - before)
-"""
-    found = subprocess.check_output([sys.executable, "-c", script], cwd=ROOT, text=True).split()
-    usual, kept = ([int(line) for line in lines] for lines in (found[:24], found[24:]))
-    assert min(usual) > 30, "in pages of at most 2 MiB"
-    assert sum(kept[12:]) < sum(usual[12:]) / 20, "aligned ones do not fit where the first ones were"
 
 
 def test_little_is_imported_before_ctrl_c_is_handled() -> None:

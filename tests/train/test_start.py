@@ -149,17 +149,6 @@ def test_weights_are_named_from_within_their_folder(tmp_path: Path, monkeypatch:
         assert models.read_weights(name).config.num_classes == 4
 
 
-def test_the_launcher_is_checked_before_the_long_imports(dataset: Path, tmp_path: Path) -> None:
-    run = settings(dataset, tmp_path, "x")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = str(listener.getsockname()[1])
-        ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        (said,) = refused("pretrain", run, **ranks)
-        assert f"MASTER_PORT = {port} is in use on this host" in said
-
-
 @pytest.mark.ranks
 def test_missing_weights_are_said_before_a_run_is_there(forge: Forge, dataset: Path, tmp_path: Path) -> None:
     file = "/nowhere/ViT-B_16.npz"

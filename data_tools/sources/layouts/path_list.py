@@ -15,8 +15,7 @@ from data_tools.sources.labels import MISSING, WHOLE_NUMBER, TableColumns, check
 from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
-from pipeline.base.missing import missing
-from pipeline.base.words import counted, first_of, on_one_line
+from pipeline.base.words import counted, first_of, missing, on_one_line
 from pipeline.data.loading.decode import is_image, is_visible_image
 from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, name_inside, walk_files
 from pipeline.data.storage.parquet import open_parquet

@@ -31,8 +31,7 @@ import pyarrow.parquet as pq
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.missing import missing
-from pipeline.base.words import command_line
+from pipeline.base.words import command_line, missing
 from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit
 from pipeline.data.dataset.groups import GROUP
 from pipeline.data.dataset.mapped_index import INDEX_FOLDER, TARGETS, ManifestIndex, open_index

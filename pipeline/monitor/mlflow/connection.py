@@ -5,6 +5,7 @@ takes seconds.
 import logging
 import os
 import shlex
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
 from pipeline.base.words import on_one_line
 from pipeline.monitor.mlflow.view import VIEW_KEY
 from pipeline.monitor.run_page import EXPERIMENT_TAGS, hide_passwords
+from pipeline.process.start import silence_broken_output
 
 T = TypeVar("T")
 
@@ -75,22 +77,14 @@ def experiment_id(client: Any, name: str, artifact_location: str | None) -> str:
     return str(experiment.experiment_id)
 
 
-def runs_page(experiment: str) -> str:
-    """Path on a server of the table of an experiment's runs, on MLflow's pages for model training. experiment: its ID.
-
-    A server of this project (server.py) shows the project's columns in it. Without `/runs`, MLflow drops the view's key
-    behind the question mark; beside a filter or an order it ignores it.
-    """
-    return f"/#/experiments/{experiment}/runs?workflowType=machine_learning"
-
-
 def how_to_open(uri: str, experiment: str) -> str:
-    """How to look at the runs of an experiment in a browser; "" if the server of the store is not known. experiment:
-    its ID.
+    """How to look at the table of an experiment's runs in a browser, with the project's columns (view.py); "" if the
+    server of the store is not known. experiment: its ID.
     """
-    page = runs_page(experiment)
-    if uri.startswith("http"):  # A plain MLflow server: the columns come with the address.
-        return f"{hide_passwords(uri.rstrip('/'))}{page}&viewStateShareKey={VIEW_KEY}"
+    # On MLflow's pages for model training. Without `/runs`, MLflow drops the view's key behind the question mark.
+    page = f"/#/experiments/{experiment}/runs?workflowType=machine_learning&viewStateShareKey={VIEW_KEY}"
+    if uri.startswith("http"):
+        return hide_passwords(uri.rstrip("/")) + page
     if (database := sqlite_file(uri)) is None:
         return ""
     path = Path(os.path.relpath(database)) if database.is_relative_to(Path.cwd()) else database
@@ -134,3 +128,10 @@ def one_line(error: Exception) -> str:
     """
     text = hide_passwords(on_one_line(error).partition(" [SQL: ")[0])
     return text if len(text) <= _MAX_REASON else f"{text[: _MAX_REASON // 2]} ... {text[-_MAX_REASON // 2 :]}"
+
+
+def warn(line: str) -> None:
+    try:
+        print(f"warning: {line}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # The terminal was closed: sending continues.
+        silence_broken_output()

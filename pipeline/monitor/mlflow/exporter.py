@@ -1,7 +1,6 @@
 """Appends a run to MLflow by its public client: parameters, data sets, tags, points, files, logged models."""
 
 import json
-import math
 import re
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.base.words import counted
-from pipeline.monitor.export import Exporter, Scores, Sent, SentModel, warn
 from pipeline.monitor.metrics_file import Record
 from pipeline.monitor.mlflow.connection import (
     active_run,
@@ -21,7 +19,9 @@ from pipeline.monitor.mlflow.connection import (
     how_to_open,
     is_refusal,
     one_line,
+    warn,
 )
+from pipeline.monitor.mlflow.state import Sent, SentModel
 from pipeline.monitor.page_folder import End, PageFolder, describe
 from pipeline.monitor.run_page import (
     NOTE,
@@ -36,6 +36,8 @@ from pipeline.monitor.run_page import (
 from pipeline.settings.run import TrackConfig
 
 T = TypeVar("T")
+# Step -> metric -> (value, milliseconds since 1970), of evaluations and probes.
+Scores = dict[int, dict[str, tuple[float, int]]]
 FindModels = Callable[[bool], list[ModelFacts]]
 # Tag of an MLflow run: the key of its run folder.
 KEY_TAG = "run_folder"
@@ -44,9 +46,6 @@ _MAX_VALUE, _MAX_TAG = 6000, 8000
 _MAX_PARAMETERS = 100
 
 WEIGHTS = "model.safetensors"
-_REGISTERED = (
-    "Vision Transformers of this pipeline. Alias `last`: of the run that ended last; `best`: the highest score so far."
-)
 # MLflow refuses these in the name of a logged model.
 _NOT_IN_MODEL_NAMES = re.compile(r"[/:.%\"']")
 
@@ -65,18 +64,21 @@ SHA-256 of `{WEIGHTS}`: `{shown["sha256"]}`
     from pipeline.monitor.mlflow.weights import weights_path
     model = load(weights_path("{uri}"))
 
-The file is read where the run wrote it, and refused if its SHA-256 is another one; uploaded weights are downloaded."""
+The file is read where the run wrote it, and refused if its SHA-256 is another one."""
 
 
-class MlflowExporter(Exporter):
-    """An `Exporter` to the MLflow server or database `config.uri`.
+class MlflowExporter:
+    """Appends one run to the MLflow server or database `config.uri`, by one thread.
 
+    All methods may raise whatever MLflow's client raises. sent: what the store has received; update: sets fields of it
+    and saves it. destination: the URI without passwords. title: in messages.
     artifacts: URI of those of an experiment that is created here; None leaves the choice to the server. find_models:
     returns the checkpoints to show, during the run (False) or after its end (True). What the store refuses, it would
     refuse again: each item is reported once and skipped.
     """
 
-    name = "mlflow"
+    sent: Sent
+    update: Callable[..., None]
 
     def __init__(
         self, artifacts: str | None, config: TrackConfig, facts: RunFacts, folder: Path, find_models: FindModels
@@ -182,16 +184,10 @@ class MlflowExporter(Exporter):
         for sha256 in self.sent.models.keys() - present.keys():
             found_by(partial(self.client.delete_logged_model, self.sent.models[sha256].model_id))
             self.update(models={key: model for key, model in self.sent.models.items() if key != sha256})
-        name = self.config.register
         for model in sorted(present.values(), key=lambda model: model.step):
             known, of_step = self.sent.models.get(model.sha256), scores.get(model.step, {})
-            is_shown = known and (known.roles, known.num_scores) == (model.roles, len(of_step))
-            if known and is_shown and (not name or known.version is not None or not ended):
-                continue
-            show = partial(self._show, model, of_step)
-            if self.allows(f"the logged model of {model.path}", show, optional=True) and name:
-                version = f"{model.path} as a version of the registered model {name}"
-                self.allows(version, partial(self._register, model, of_step))
+            if known is None or (known.roles, known.num_scores) != (model.roles, len(of_step)):
+                self.allows(f"the logged model of {model.path}", partial(self._show, model, of_step), optional=True)
 
     def _show(self, model: ModelFacts, scores: dict[str, tuple[float, int]]) -> None:
         """Show a model, and the scores of its step as measured on the data of the evaluation."""
@@ -207,10 +203,8 @@ class MlflowExporter(Exporter):
             for name, (value, at) in scores.items()
         ]:
             self.client.log_batch(self.sent.run_id, metrics=linked)
-        self._remember(model, replace(shown, roles=model.roles, num_scores=len(scores)))
-
-    def _remember(self, model: ModelFacts, shown: SentModel) -> None:
-        self.update(models={**self.sent.models, model.sha256: shown})
+        sent = SentModel(shown.model_id, model.roles, len(scores))
+        self.update(models={**self.sent.models, model.sha256: sent})
 
     def _create(self, model: ModelFacts) -> str:
         """Returns the ID. A model that a killed sender created is used again."""
@@ -231,56 +225,7 @@ class MlflowExporter(Exporter):
         client.finalize_logged_model(made.model_id, "READY")
         if made.model_id not in outputs:
             client.log_outputs(run_id, [LoggedModelOutput(made.model_id, model.step)])
-        file = Path(model.path, WEIGHTS)
-        if self.config.upload_weights and file.is_file():  # It may just have been removed, or be in a bucket.
-            self.allows(str(file), partial(client.log_model_artifact, made.model_id, str(file)))
         return str(made.model_id)
-
-    def _register(self, model: ModelFacts, scores: dict[str, tuple[float, int]]) -> None:
-        """Make the model a version; set `last` if it is the last of its run, `best` if it has the highest score so
-        far.
-        """
-        client, shown, name, of = self.client, self.sent.models[model.sha256], self.config.register, self.facts.score
-        data = self.facts.dataset("evaluation")
-        measured = {"score_name": of, "score_data": data.digest if data else ""}
-        score = scores.get(of, (math.nan, 0))[0]
-        tags = {"run": self.facts.name, "step": str(model.step), "sha256": model.sha256, "model_id": shown.model_id}
-        if math.isfinite(score):
-            tags |= {"score": repr(score), **measured}
-        version = shown.version or self._version(name, shown.model_id)
-        for tag, text in tags.items():
-            client.set_model_version_tag(name, version, tag, text)
-        if "last" in model.roles:
-            client.set_registered_model_alias(name, "last", version)
-        if math.isfinite(score):
-            found = found_by(partial(client.get_model_version_by_alias, name, "best"))
-            best, sign = found.tags if found else measured, self.facts.metric(of).sign
-            if any(best.get(key) != text for key, text in measured.items()):
-                warn(
-                    f"registered model {name}: `best` stays at {best.get('run')}, whose {best.get('score_name')} cannot"
-                    f" be compared with {of} of {self.facts.name}, or is on other data."
-                )
-            elif not sign * score <= sign * float(best.get("score", "nan")):
-                client.set_registered_model_alias(name, "best", version)
-        # Last: after a kill before this, the next sender sets the aliases.
-        self._remember(model, replace(shown, version=version))
-
-    def _version(self, name: str, model_id: str) -> str:
-        """Register a logged model; returns the version. One of a killed sender is used again."""
-        client, run_id = self.client, self.sent.run_id
-        if found_by(partial(client.get_registered_model, name)) is None:
-            client.create_registered_model(name, description=_REGISTERED)
-        of_run = client.search_model_versions(f"run_id = '{run_id}'")
-        if found := next((one for one in of_run if one.name == name and one.tags.get("model_id") == model_id), None):
-            return str(found.version)
-        # A server looks up models:/, and the client of a database would do so in the default store.
-        location = client.get_logged_model(model_id).artifact_location
-        source = f"models:/{model_id}" if self.config.uri.startswith("http") else location
-        made = client.create_model_version(name, source, run_id, {"model_id": model_id}, model_id=model_id)
-        # Also set by `mlflow.register_model`: the logged model's page shows its version by this tag.
-        versions = json.dumps([{"name": name, "version": made.version}])
-        client.set_logged_model_tags(model_id, {"mlflow.modelVersions": versions})
-        return str(made.version)
 
     # ---------------------------------------------------------------- what a store refuses
     def allows(self, name: str, request: Callable[[], object], optional: bool = False) -> bool:
@@ -308,8 +253,8 @@ class MlflowExporter(Exporter):
         try:
             request()
         except Exception as error:
-            # What was deleted, such as a version of a registered model, is not made again. Older servers have no logged
-            # models; a server that does not know the request for metrics is not MLflow.
+            # What was deleted is not made again. Older servers have no logged models; a server that does not know the
+            # request for metrics is not MLflow.
             missing = ("RESOURCE_DOES_NOT_EXIST", "ENDPOINT_NOT_FOUND")[: 1 + optional]
             is_refused = is_refusal(error) or getattr(error, "error_code", "") in missing
             if not is_refused or not active_run(self.client, self.sent.run_id):  # A deleted run refuses everything.

@@ -253,7 +253,7 @@ class VtabPrepareConfig(JobConfig):
     """Samples per tar, except a split's last."""
 
     def not_written(self) -> tuple[str, ...]:
-        """Outputs that this command does not write: --prove only reads."""
+        """Outputs that this command does not write: prove only reads."""
         return ("out",) if self.prove else ()
 
     def check(self) -> None:

@@ -1,6 +1,6 @@
 """The settings of commands around a run: plan, hosts, restarts, order of samples."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -23,12 +23,8 @@ class PlanConfig(RunConfig):
     """Training samples per epoch; 0 takes them from the data set."""
     classes: NonNegativeInt = 0
     """Number of classes; 0 takes it from the data set."""
-    variant: str = ""
-    """Architecture of init.weights that do not exist yet, as 'ViT-L/16'."""
     measured: NonNegativeFloat = setting(0.0, needs="cluster")
     """Images/s that one GPU was measured at, by launch/bench.py gpu or a short run; hours follow from it."""
-    json: PathText = setting("", output="file")
-    """File for all figures as JSON."""
 
     def not_written(self) -> tuple[str, ...]:
         """Outputs that this command does not write: those of the run itself."""
@@ -39,8 +35,6 @@ class PlanConfig(RunConfig):
         super().check()
         if bool(self.classes) != bool(self.samples) and (self.classes or self.needs_labels):
             raise UserError(f"samples = {self.samples}, classes = {self.classes}: set both, or neither.")
-        if self.variant and not self.init.weights:
-            raise UserError("variant is the architecture of init.weights: set model.name for a new model.")
 
 
 class SamplesConfig(Settings):
@@ -76,15 +70,12 @@ class SamplesConfig(Settings):
 class HostsConfig(Settings):
     """A check of a run's hosts before it starts."""
 
-    settings_are_of: ClassVar[type] = RunConfig
     hostfile: PathText
     """DeepSpeed's hostfile: one line per host, as 'name slots=8'"""
     run: PathText
     """YAML file of the run"""
     settings: list[str] = []
     """Settings that override the run's file, as on its command line: [out=/shared/runs,data.path=/shared/pets]."""
-    min_free_gb: NonNegativeFloat = 20.0
-    """Free space that the output folder needs, in GB."""
 
 
 class SuperviseConfig(Settings):

@@ -61,15 +61,6 @@ class SyncConfig(Settings):
     """MLflow tracking URI; empty is MLFLOW_TRACKING_URI, else where each run was sent to, else its <out>/mlflow.db."""
 
 
-class ServeConfig(Settings):
-    """MLflow's pages of the runs in a database."""
-
-    store: PathText = "runs/mlflow.db"
-    """SQLite database of the runs: <out>/mlflow.db."""
-    port: int = setting(5000, min=1, max=65535)
-    """Port of the server, on this machine only."""
-
-
 class GridConfig(ExperimentConfig):
     """A fine-tuning protocol: choose the learning rate on held-out training data, then train on all data, several
     times.

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
@@ -17,7 +17,7 @@ from pipeline.settings.quantities import (
     Threads,
     one_of,
 )
-from pipeline.settings.run import RunConfig, result_name
+from pipeline.settings.run import result_name
 from pipeline.settings.schema import Distinct, Seeds, Settings, setting
 
 # Each question is a file.
@@ -64,7 +64,6 @@ def refuse_overrides(subject: str, overrides: Sequence[str], prefixes: tuple[str
 class ExperimentConfig(Settings):
     """How the runs of an experiment are done, and where their results are."""
 
-    settings_are_of: ClassVar[type] = RunConfig
     name: str = result_name("experiment")
     """Name of the result; all of its runs are in <out>/<name>"""
     out: PathText = setting("runs", output="folder")
@@ -97,7 +96,7 @@ class ExperimentConfig(Settings):
     """Only list the runs, their compute and hours."""
 
     def not_written(self) -> tuple[str, ...]:
-        """Outputs that this command does not write: --plan only prints."""
+        """Outputs that this command does not write: plan only prints."""
         return ("name", "out") if self.plan else ()
 
     def check(self) -> None:

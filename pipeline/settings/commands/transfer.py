@@ -138,7 +138,7 @@ class VtabConfig(Settings):
     """Only list the cells and their cost."""
 
     def not_written(self) -> tuple[str, ...]:
-        """Outputs that this command does not write: --plan only prints."""
+        """Outputs that this command does not write: plan only prints."""
         return ("out",) if self.plan else ()
 
     def check(self) -> None:
