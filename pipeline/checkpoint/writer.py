@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -61,7 +62,7 @@ from pipeline.process.committed import Checksum
 
 # Timeout for another rank's writer without a heartbeat: it is lost, and probably its host.
 GIVE_UP_SECONDS = 60.0
-_CHUNK = 2**20
+_CHUNK, _FLUSH = 2**20, 2**26
 
 
 @dataclass(frozen=True)
@@ -199,10 +200,24 @@ def _write_part(path: AnyPath, job: SaveJob, memory: int) -> WrittenPart:
 
 
 @contextlib.contextmanager
-def _flushed(path: Path) -> Iterator[Callable[[bytes | memoryview], object]]:
-    """Yields what appends bytes to a new local file, which is on the disk when the block ends."""
-    with open(path, "wb") as file:
-        yield file.write
+def _flushed(path: Path) -> Iterator[Callable[[bytes | memoryview], None]]:
+    """Yields what appends bytes to a new local file, which is on the disk when the block ends: it is flushed while more
+    is written, in another thread.
+    """
+    with ThreadPoolExecutor(1) as thread, open(path, "wb") as file:
+        flush: Future[Any] = thread.submit(int)
+        unflushed = 0
+
+        def write(data: bytes | memoryview) -> None:
+            nonlocal flush, unflushed
+            file.write(data)
+            unflushed += len(data)
+            if unflushed > _FLUSH and flush.done():
+                flush.result()  # The system reports an error to one call only.
+                flush, unflushed = thread.submit(os.fdatasync, file.fileno()), 0
+
+        yield write
+        flush.result()
         file.flush()
         os.fsync(file.fileno())
 
@@ -258,8 +273,8 @@ def _write_model(file: AnyPath, sharded: ShardedTensors, commit: Commit) -> Chec
     """Write model.safetensors from the parts; returns its checksum.
 
     By hand, because the library sorts the tensors by name, which would change the files' bytes, cannot write to an
-    object store, and needs all weights in memory; this writes tensor by tensor. Format: header
-    length, header in JSON, data.
+    object store, and needs all weights in memory; this writes tensor by tensor, and another thread hashes what is
+    being written. Format: header length, header in JSON, data.
     """
     header: dict[str, Any] = {"__metadata__": commit.metadata}
     at = 0
@@ -272,13 +287,17 @@ def _write_model(file: AnyPath, sharded: ShardedTensors, commit: Commit) -> Chec
     tensors = sharded.model_tensors(EMA if EMA in sharded.states else WEIGHTS)
     digest = hashlib.sha256()
     with contextlib.ExitStack() as stack:
+        thread = stack.enter_context(ThreadPoolExecutor(1))
         if isinstance(file, BucketPath):
             write: Callable[[bytes], object] = stack.enter_context(file.replacing()).write
         else:
             write = stack.enter_context(_flushed(file))
+        hashing = thread.submit(digest.update, b"")
         for part in chain([len(text).to_bytes(8, "little"), text], (array.tobytes() for _, array in tensors)):
-            digest.update(part)
+            hashing.result()  # Of the tensor before: no more than two are in memory.
+            hashing = thread.submit(digest.update, part)
             write(part)
+        hashing.result()
     return Checksum(8 + len(text) + at, digest.hexdigest())
 
 

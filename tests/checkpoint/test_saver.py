@@ -79,6 +79,29 @@ def test_locked_memory_is_unlocked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not locked
 
 
+def test_reserved_memory_is_there_before_the_first_save(saver: Saver, tmp_path: Path) -> None:
+    piece, commit = real_part(1)
+    saver.reserve(piece)
+    saver._reserving.result()
+    there = saver._host.data_ptr()
+    assert os.fstat(saver._memory).st_blocks * 512 >= 4 * piece.num_elements
+    saver.save(1, piece, commit)
+    saver.wait()
+    assert saver._host.data_ptr() == there
+    assert newest_complete(tmp_path) == "step-00000001"
+
+
+def test_memory_that_cannot_be_reserved_is_said_at_the_save(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(count: int) -> None:
+        raise CrashError(f"no memory for {count} numbers")
+
+    monkeypatch.setattr(saver, "_map", full)
+    piece, commit = real_part(1)
+    saver.reserve(piece)
+    with pytest.raises(CrashError, match=f"{piece.num_elements}"):
+        saver.save(1, piece, commit)
+
+
 def test_saving_goes_on_beside_training(saver: Saver, tmp_path: Path) -> None:
     """Weights that change after save() returned are not what is saved; each save waits for the one before."""
     begin = time.perf_counter()
