@@ -413,7 +413,8 @@ class Stop:
     def _tell(self, line: str) -> None:
         if self.folder.rank == 0:
             with contextlib.suppress(OSError):  # Not print(), which the main thread may be in.
-                os.write(2, f"{line}\n".encode())
+                begin = "\n" * os.isatty(2)  # A progress bar has left the cursor at its end.
+                os.write(2, f"{begin}{line}\n".encode())
 
     def _leave_ended(self, how: Ending, line: str) -> NoReturn:
         """End with the error of one rank, which rank 0 says for all."""

@@ -189,7 +189,7 @@ def read_class_names(file: str) -> list[str] | None:
 
 
 def predict_all(config: LookConfig, loaded: LoadedModel, split: Split, num_top: int) -> Predictions:
-    """Predict the `num_top` most likely classes of every image. Raises UserError as
+    """Predict the `num_top` most likely classes of every image, with a progress bar. Raises UserError as
     `check_outputs`.
     """
     with loaded.reading(split, config) as reader:

@@ -41,7 +41,7 @@ class Attention:
 
 
 def compute_attention(model: VisionTransformer, images: Tensor, batch: int) -> Attention:
-    """The attention in images (B, 3, height, width), as the model reads them.
+    """The attention in images (B, 3, height, width), as the model reads them; with a progress bar.
 
     batch: number of images at a time; fewer where a layer would have more than _MAX_WEIGHTS attention weights in
     memory.

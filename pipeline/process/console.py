@@ -1,9 +1,12 @@
-"""Console output of a run: lines, which are also written to log.txt."""
+"""Console output of a run: lines, which are also written to log.txt, and a progress bar on a terminal."""
 
 import math
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+
+from tqdm import tqdm
 
 from pipeline.base.errors import naming
 from pipeline.base.progress import duration
@@ -26,10 +29,11 @@ class LineClock:
 
 
 class Console:
-    """Prints lines on rank 0, and appends them to a log file."""
+    """Prints lines on rank 0, above the progress bar if there is one, and appends them to a log file."""
 
     def __init__(self, log: Path, is_main: bool) -> None:
         self.is_main = is_main
+        self.bar: tqdm | None = None
         self.log = log
         if is_main:
             log.parent.mkdir(parents=True, exist_ok=True)
@@ -38,12 +42,25 @@ class Console:
         if not self.is_main:
             return
         try:
-            print(line, flush=True)
+            tqdm.write(line, file=sys.stdout)
+            sys.stdout.flush()
         except OSError:
             # The launcher that read the output was killed. The run must not end, as it may be about to commit.
             silence_broken_output()
         with naming(self.log), open(self.log, "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+
+    def open_bar(self, done: int, total: int) -> None:
+        if self.is_main and sys.stderr.isatty():
+            self.bar = tqdm(total=total, initial=done, unit="step", dynamic_ncols=True)
+
+    def advance(self) -> None:
+        if self.bar:
+            self.bar.update()
+
+    def close_bar(self) -> None:
+        if self.bar:
+            self.bar.close()
 
 
 def progress_line(

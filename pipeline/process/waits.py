@@ -1,5 +1,5 @@
 """Waits and work that may last: what this process waits for, for how long at most, and what it does. Standard library
-only.
+only, but for bars on a terminal.
 
 Code that waits for a resource announces it (`waiting`). A wait of over NOTICE_SECONDS is said, and the watchdog of a
 run (pipeline/monitor/watchdog.py) does not take it for a hang before its limit is over. Time in which this process was
@@ -14,10 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pipeline.base.progress import duration
-from pipeline.base.words import counted
+from pipeline.base.words import counted, plural
 from pipeline.process.start import rank
 
 T = TypeVar("T")
@@ -74,7 +74,8 @@ waiting = Wait
 
 
 class Work:
-    """Announces work of this process during the block. If it lasts, rank 0 says a line from time to time.
+    """Announces work of this process during the block. If it lasts, rank 0 shows a bar on a terminal; elsewhere, or if
+    nothing is counted, a line.
 
     what: the work, as "reading val". total: of what `advance` counts, in units of `unit`; 0 for nothing, None if it is
     not known. note: beside the numbers. As a wait does, it says its first line after NOTICE_SECONDS.
@@ -85,9 +86,15 @@ class Work:
         self.done = self._first = 0
         self.begin = time.monotonic()
         self.next_line = self.begin + NOTICE_SECONDS
+        self._bar: Any = None
 
     def __enter__(self) -> "Work":
         self._board = _board
+        if self.total != 0 and rank() == 0 and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            shown = {"total": self.total, "unit": f" {plural(self.unit)}", "delay": NOTICE_SECONDS}
+            self._bar = tqdm(desc=self.what, leave=False, dynamic_ncols=True, **shown)
         self._board.work.append(self)
         self._board.start()
         return self
@@ -96,19 +103,28 @@ class Work:
         self._board.work.remove(self)
         for outer in self._board.work[-1:]:  # It was not silent until now.
             outer.next_line = max(outer.next_line, time.monotonic() + NOTICE_SECONDS)
+        if self._bar is not None:
+            self._bar.close()
 
     def advance(self, count: int = 1) -> None:
         self.done += count
         if self.total is not None:
             self.done = min(self.done, self.total)
+        if self._bar is not None:
+            self._bar.set_postfix_str(self.note, refresh=False)
+            self._bar.update(self.done - self._bar.n)
 
     def restart(self) -> None:
         """What was counted so far says nothing about the time that is left."""
         self.begin, self._first = time.monotonic(), self.done
 
     def tell(self, say: Say) -> None:
-        """Say how far it is."""
+        """Say how far it is, or show the bar, which by itself waits until something is counted."""
         now = time.monotonic()
+        if self._bar is not None:
+            self.next_line = now + NOTICE_SECONDS
+            self._bar.refresh()
+            return
         if self.total == 0:
             self.next_line = math.inf
             say(f"{self.what} ...")
@@ -156,7 +172,9 @@ def say_with(function: Say | None) -> None:
 
 def _print(line: str) -> None:
     if rank() == 0:
-        print(line, file=sys.stderr, flush=True)
+        from tqdm import tqdm  # Whose bars a plain line would tear.
+
+        tqdm.write(line, file=sys.stderr)
 
 
 class _Board:

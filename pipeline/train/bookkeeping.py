@@ -182,6 +182,7 @@ class TrainingRun(StartingPoint):
         self.spikes.add(self.progress.step, loss)
         self.counts.add(micro_batches, self.feed.loader.bad)
         self.meter.step(self.plan.global_batch)
+        self.console.advance()
         self.saver.check_writer()
         if self.progress.step == self.progress.start + 1:  # The optimizer has its states now.
             self.saver.reserve(self.engine.part())
@@ -380,6 +381,7 @@ class TrainingRun(StartingPoint):
     def close(self, is_finished: bool) -> None:
         """End threads and processes."""
         self.watchdog.close()
+        self.console.close_bar()
         self.feed.loader.close()
         self.saver.close()
         if self.drawing:

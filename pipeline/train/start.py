@@ -110,6 +110,7 @@ def _train_until_stopped(run: "TrainingRun") -> str:
                 evaluator.evaluate_on_all_ranks(progress.start)
             else:
                 evaluator.mark_best_again(progress.start)
+        run.console.open_bar(progress.start, run.plan.steps)
         train_on_all_ranks(run)
         run.saver.wait()
     except Stopped:  # On all ranks at the same step or evaluation batch.

@@ -239,7 +239,7 @@ def _train(
     classes: MaskClasses,
     budget: BadBudget,
 ) -> dict[int, str]:
-    """Train. Returns number of a pair -> why it cannot be read. Raises UserError for too many."""
+    """Train with a progress bar. Returns number of a pair -> why it cannot be read. Raises UserError for too many."""
     problems = dict[int, str]()
     crops = batches(pairs, classes, config, loaded.view, min(loaded.image_size), problems)
     with Work("training the layer", config.steps, "step") as work:
