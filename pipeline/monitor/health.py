@@ -1,18 +1,19 @@
-"""Health of a run: loss spikes and collapsed features. Hangs: watchdog.py."""
+"""Health of a run: loss spikes, collapsed features, and ranks that are slower than the others. Hangs: watchdog.py."""
 
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
-from pipeline.process.distributed import Ranks
+from pipeline.process.distributed import Ranks, name_ranks
 from pipeline.settings.run import HealthConfig
 
 # Lower bound of the deviation, as a share of the mean: a loss that has nearly converged has a deviation near 0, and
 # every small change would be a spike.
 _MIN_DEVIATION = 0.01
+_NAMED_HOSTS = 4
 
 
 class SpikeScore:
@@ -114,3 +115,36 @@ class Reports:
         line = f"step {step:,}: {self.what}: {found}"
         self.first = self.first or line
         return [line]
+
+
+class SlowRanks:
+    """Reports each straggler once, after two readings in a row, and once more when it is normal again."""
+
+    def __init__(self, hosts: Sequence[str], ratio: float) -> None:
+        self.hosts, self.ratio = hosts, ratio
+        self._named: set[int] = set()
+        self._before: set[int] = set()
+
+    def changed(self, seconds: Sequence[float]) -> list[str]:
+        """A line for all ranks that have become slow, and one for all that are normal again. seconds: each rank's own
+        work.
+        """
+        median = statistics.median_low(seconds)
+        is_on = self.ratio and median > 0
+        slow = {rank: own / median for rank, own in enumerate(seconds) if is_on and own > self.ratio * median}
+        # Two readings, because any host may be busy for a moment.
+        new = sorted(self._before & slow.keys() - self._named)
+        over = sorted(self._named - self._before - slow.keys())
+        self._before, self._named = set(slow), self._named.union(new).difference(over)
+        lines = []
+        if new:
+            ratio = max(slow[rank] for rank in new)
+            lines.append(f"slow: {self._where(new)}: data and forward passes take {ratio:.1f} times the median rank's")
+        if over:
+            lines.append(f"no longer slow: {self._where(over)}")
+        return lines
+
+    def _where(self, ranks: Sequence[int]) -> str:
+        """The ranks, and where they are: a network or a storage slows many at once."""
+        hosts = sorted({self.hosts[rank] for rank in ranks})
+        return f"{name_ranks(ranks)} on {', '.join(hosts[:_NAMED_HOSTS])}{', ...' * (len(hosts) > _NAMED_HOSTS)}"

@@ -171,6 +171,11 @@ class Meter:
             **{f"time_{part}": sum(values) / len(values) / total for part, values in by_part.items()},
         }
 
+    @staticmethod
+    def own_seconds(read: Sequence[Sequence[float]]) -> list[float]:
+        """Seconds of each rank's own work: data and forward passes, before it waits for others."""
+        return [data + forward for _, _, data, forward, *_ in read]
+
     def _now(self) -> np.ndarray:
         """Seconds without pauses, images over all ranks, and seconds of this rank by `PARTS`, from any time on."""
         for part, seconds in self.clock.read().items():

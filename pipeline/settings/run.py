@@ -678,6 +678,10 @@ class HealthConfig(Settings):
     0 is never. Waits that may last do not count: of any rank for a bucket (data.retry_minutes) and for a checkpoint
     (checkpoint.wait_minutes). Must be below engine.timeout_minutes.
     """
+    straggler_ratio: NonNegativeFloat = setting(1.5, on_change="nothing")
+    """Report a rank whose data loading and forward passes take this many times as long as the median rank's; 0 is
+    never.
+    """
 
 
 class InitConfig(Settings):

@@ -39,7 +39,7 @@ from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.retry import Retry
 from pipeline.evaluate.intervals import of_samples
 from pipeline.model import Model
-from pipeline.monitor.health import Reports, SpikePolicy
+from pipeline.monitor.health import Reports, SlowRanks, SpikePolicy
 from pipeline.monitor.profile import Meter
 from pipeline.monitor.run_page import (
     RunFacts,
@@ -165,6 +165,7 @@ class TrainingRun(StartingPoint):
     peak_lr: float
     meter: Meter
     spikes: SpikePolicy
+    slow_ranks: SlowRanks
     collapses: Reports
     worse: Reports
     counts: RunCounts
@@ -284,6 +285,8 @@ class TrainingRun(StartingPoint):
             declared = engine.objective.values(self.config)
             shown = {name: declared.get(name, Metric()).text(value) for name, value in logged.items()}
             lines.append(progress_line(progress.step, plan.steps, metrics | speed, plan.global_batch, shown))
+            if progress.step > progress.start + 1:  # Whose first step is slower for reasons of its own.
+                lines += self.slow_ranks.changed(meter.own_seconds(numbers["line"]))
         if record:
             metrics |= meter.rates(numbers["record"]) | saver.metrics(numbers["saves"])
             collapse = engine.objective.collapse({"loss": metrics["loss"], **logged})

@@ -51,7 +51,7 @@ from pipeline.estimate.plan import Plan, accumulation
 from pipeline.model import Model, read_weights
 from pipeline.model.files import find_file
 from pipeline.model.weights import TARGETS
-from pipeline.monitor.health import Reports, SpikePolicy
+from pipeline.monitor.health import Reports, SlowRanks, SpikePolicy
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.page_folder import PageFolder, Start
@@ -565,6 +565,7 @@ def _begin_run_on_all_ranks(
         progress=Progress(state.step, state.step, state.step, list(state.left_out)),
         meter=Meter(ranks, engine.clock, flops, peak),
         spikes=SpikePolicy(config.health, ranks, state.losses, state.counts.loss_spikes),
+        slow_ranks=SlowRanks(hosts, config.health.straggler_ratio),
         collapses=Reports("collapse"),
         worse=Reports("loss of features"),
         counts=RunCounts(state.counts, dataset.storage.retry, ranks),

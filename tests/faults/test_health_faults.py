@@ -36,6 +36,7 @@ def of(dataset: Path, out: Path, name: str, *more: str) -> list[str]:
         "checkpoint.every=4 steps",
         "checkpoint.keep=9",
         "health.spike_window=12",
+        "health.straggler_ratio=0",
         *more,
     )
 
@@ -76,6 +77,7 @@ def out(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("", [*mixed, mix_of(dataset, (0, 1), (9, 3), (17, 2)), "train.length=17 steps"]),
         ("", [*mixed, mix_of(dataset, (0, 1), (9, 3), (18, 0)), "train.length=17 steps"]),
         ("spike", of(dataset, folder, "tired", "health.on_spike=rollback", "health.max_rollbacks=0")),
+        ("slow rank", of(dataset, folder, "slow", "train.length=4 steps", "health.straggler_ratio=1.5")),
         ("", of(dataset, folder, "missing", "train.length=4 steps", "evaluate.every=4 steps")),
         ("slow evaluation", of(dataset, folder, "missing", "train.length=6 steps", "evaluate.every=4 steps")),
     ]
@@ -199,6 +201,11 @@ def test_a_mixture_goes_on_after_a_rollback_where_it_was(out: Path) -> None:
 def test_an_evaluation_that_is_made_up_is_no_time_of_training(out: Path) -> None:
     assert sorted(metrics(out / "missing", "val_loss")) == [4, 6]
     assert metrics(out / "missing", "images_per_second")[5] > 24 / EVALUATION_SECONDS
+
+
+def test_a_slow_rank_is_named(out: Path) -> None:
+    assert "rank 1 on" in log(out / "slow")
+    assert "slow: rank" in log(out / "slow")
 
 
 def test_a_stop_between_a_spike_and_its_discovery_changes_nothing(forge: Forge, tmp_path: Path) -> None:

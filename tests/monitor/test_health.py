@@ -1,10 +1,10 @@
-"""Loss spikes, and the lines that report them."""
+"""Loss spikes and stragglers, and the lines that report them."""
 
 import math
 
 import numpy as np
 
-from pipeline.monitor.health import Reports, SpikeScore
+from pipeline.monitor.health import Reports, SlowRanks, SpikeScore
 
 NOISE = np.random.default_rng(0).normal(0, 0.1, 400)
 
@@ -49,6 +49,20 @@ def test_what_is_remembered_continues_the_scores() -> None:
     assert [first.add(loss) for loss in losses[:40]] == expected[:40]
     second = SpikeScore(window=16, recent=list(first.recent))
     assert [second.add(loss) for loss in losses[40:]] == expected[40:]
+
+
+def test_a_rank_that_stays_slow_is_named_once_with_its_host() -> None:
+    slow = SlowRanks(["a", "a", "b", "b"], ratio=1.5)
+    assert slow.changed([1.0, 1.1, 1.0, 1.4]) == []
+    assert slow.changed([1.0, 1.1, 2.0, 1.0]) == [], "once may be chance"
+    (line,) = slow.changed([1.0, 1.8, 2.2, 1.0])
+    assert line.startswith("slow: rank 2 on b")
+    assert "2.2 times" in line
+    assert slow.changed([1.0, 1.1, 1.0, 1.0]) == [], "so may this"
+    assert slow.changed([1.0, 1.1, 2.3, 1.0]) == []
+    assert slow.changed([1.0, 1.1, 1.0, 1.0]) == []
+    assert slow.changed([1.0, 1.1, 1.0, 1.0]) == ["no longer slow: rank 2 on b"]
+    assert SlowRanks(["a", "b"], ratio=0).changed([1.0, 9.0]) == []
 
 
 def test_a_collapse_is_said_when_it_begins_and_when_it_is_over() -> None:

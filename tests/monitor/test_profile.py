@@ -41,6 +41,7 @@ def test_rates(clock: list[float]) -> None:
         [0.25, 0.1, 0.5]
     )
     assert reading["time_optimizer"] == 0
+    assert meter.own_seconds([own]) == pytest.approx([1.5])
     assert reading["data_wait"] == pytest.approx(0.25)
     assert reading["peak_memory_gib"] > 0.01
     # What was read is forgotten, for records and for lines; the average is over all records.
@@ -66,6 +67,7 @@ def test_rates_are_of_all_ranks() -> None:
         "time_optimizer": 0,
         "time_checkpoint": 0.125,
     }
+    assert meter.own_seconds(read) == pytest.approx([0.5, 0.6, 0.7, 0.8])
 
 
 def test_a_cpu_has_the_peak_of_the_setting_or_no_utilisation(clock: list[float]) -> None:
