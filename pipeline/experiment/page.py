@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.storage.atomic import write_files
-from pipeline.monitor.mlflow.connection import warn
+from pipeline.monitor.export import warn
 from pipeline.monitor.page_folder import FIGURES
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, hide_passwords, split_facts
 from pipeline.monitor.tracking import Tracker, default_uri

@@ -1,5 +1,5 @@
 """Measurements while a run trains: metrics and MLflow, speed and memory, loss spikes, hangs, slow ranks.
 
-export.py sends a run folder to MLflow. Imports settings/, process/ and base/; origin.py (late) model/.
+export.py sends a run folder to trackers. Imports settings/, process/ and base/; origin.py (late) model/.
 mlflow/ is the only room that imports MLflow. Used by most rooms.
 """

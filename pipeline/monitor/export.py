@@ -1,32 +1,101 @@
-"""Exports a run folder to MLflow: a background thread follows the folder and appends what MLflow lacks.
+"""Exports a run folder to a tracker: a background thread follows the folder and appends what the tracker lacks.
 
-The folder is the truth. MLflow is a copy to look at: nothing is read back into the run. How much it has received is in
-mlflow.json of the folder, so that nothing is sent twice: a
+The folder is the truth. A tracker is a copy to look at: an exporter appends to it by its public interface, and reads
+nothing back into the run. How much it has received is in a small file of the folder, so that nothing is sent twice: a
 resumed run repeats the numbers of the steps that run again, and those that were sent are skipped. After a rollback the
 numbers differ, and the new points follow.
 """
 
 import contextlib
 import json
+import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
+from pipeline.base.words import on_one_line
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, parse_line
-from pipeline.monitor.mlflow.connection import warn
-from pipeline.monitor.mlflow.exporter import MlflowExporter, Scores
-from pipeline.monitor.mlflow.state import STATE_FILE, Sent, read_states
 from pipeline.monitor.page_folder import End, PageFolder
 from pipeline.monitor.run_page import RunFacts
+from pipeline.process.start import silence_broken_output
 from pipeline.process.waits import waiting
 
+# Step -> metric -> (value, milliseconds since 1970), of evaluations and probes.
+Scores = dict[int, dict[str, tuple[float, int]]]
 _METRICS_PER_REQUEST = 500
 # Seconds between looks at files and checkpoints, unless there are new scores.
 _LOOK_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class SentModel:
+    """A checkpoint that MLflow shows as a logged model. num_scores: sent for it."""
+
+    model_id: str
+    roles: tuple[str, ...]
+    num_scores: int = 0
+
+
+@dataclass
+class Sent:
+    """The parts of a run folder that one tracker has received.
+
+    key: of the run there, by which it is found if a kill came before its run_id was written. is_described: it has
+    parameters and data sets. last: metric -> step of its last point (its time, for a run without steps, which logs all
+    at step 0). rollbacks: steps that the run went back to: points of later steps were sent twice. files: name -> size
+    and time. models: SHA-256 -> logged model. The mappings are replaced, never changed: another thread may be writing
+    the state.
+    """
+
+    key: str = ""
+    run_id: str = ""
+    is_described: bool = False
+    last: dict[str, int] = field(default_factory=dict)
+    rollbacks: tuple[int, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
+    models: dict[str, SentModel] = field(default_factory=dict)
+
+
+class Exporter:
+    """A tracker that receives one run. All methods may raise whatever its client raises, and are called by one thread.
+
+    name: of the file that says what it received. destination: where it is, without passwords; one folder may go to
+    several. title: in messages. sent: what it has received; update: sets fields of it and saves it.
+    """
+
+    name: str
+    destination: str
+    title: str
+    sent: Sent
+    update: Callable[..., None]
+
+    def connect(self) -> None:
+        """Continue the run that `sent` names, or create one; also after an error."""
+
+    def log(self, records: Sequence[Record]) -> None:
+        """Append points."""
+
+    def upload(self, path: Path, name: str) -> None:
+        """Append or replace a file. name: relative to the run folder."""
+
+    def finish(self, end: End) -> None:
+        """Say how the run ended."""
+
+    def show_models(self, scores: Scores, ended: bool) -> None:
+        """Show the run's checkpoints."""
+
+    def how_to_open(self) -> str:
+        """How to look at the run in a browser; "" if that is not known. Called after `connect`."""
+        return ""
+
+    def explain(self, error: Exception) -> str:
+        """Describes an error, such as "cannot be reached (connection refused)"."""
+        return on_one_line(error)
 
 
 @dataclass(frozen=True)
@@ -40,16 +109,16 @@ class ExportTiming:
 
 
 class FolderExport:
-    """Follows one run folder, and sends it by an exporter.
+    """Follows one run folder for one exporter.
 
     The lock protects the state and the content of metrics.jsonl. It is never held during a request, so training does
     not wait for one.
     """
 
-    def __init__(self, folder: Path, exporter: MlflowExporter, facts: RunFacts, timing: ExportTiming) -> None:
+    def __init__(self, folder: Path, exporter: Exporter, facts: RunFacts, timing: ExportTiming) -> None:
         self.exporter, self.facts, self.timing = exporter, facts, timing
         self.page, self.path = PageFolder(folder), folder / METRICS_FILE
-        self.state_path = folder / STATE_FILE
+        self.state_path = folder / f"{exporter.name}.json"
         try:
             self._states = read_states(self.state_path)
         except UserError as error:
@@ -67,11 +136,11 @@ class FolderExport:
         self._end: End | None = None
         self._give_up = 0.0  # When the end of the run stops waiting.
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=exporter.name, daemon=True)
 
     @property
     def run_id(self) -> str:
-        """ID of the MLflow run; "" until MLflow answered in this process."""
+        """ID of the run in the tracker; "" until it answered in this process."""
         return self.sent.run_id if self._is_connected else ""
 
     # ---------------------------------------------------------------- called by the training thread
@@ -105,7 +174,7 @@ class FolderExport:
             )
 
     def send_all(self, end: End) -> None:
-        """Send all of a run that has ended, in this thread. Raises what MLflow's client raises."""
+        """Send all of a run that has ended, in this thread. Raises what the tracker's client raises."""
         self._send(end)
         if not self._is_complete:
             raise UserError("some files could not be sent, see above")
@@ -121,7 +190,7 @@ class FolderExport:
                     return
                 num_failures, has_answered, has_warned = 0, True, False
                 self._stop.wait(self.timing.poll)
-            except Exception as error:  # Whatever MLflow raises, training continues.
+            except Exception as error:  # Whatever the tracker raises, training continues.
                 was_connected, self._is_connected = self._is_connected, False
                 has_answered |= was_connected
                 num_failures += 1
@@ -212,7 +281,7 @@ class FolderExport:
             except FileNotFoundError:  # It was just removed.
                 continue
             except OSError as error:
-                if error.errno is None:  # A failed request: MLflow is unreachable.
+                if error.errno is None:  # A failed request: the tracker is unreachable.
                     raise
                 if path not in self._warned:
                     self._warned.add(path)
@@ -227,3 +296,20 @@ class FolderExport:
             for name, value in fields.items():
                 setattr(self.sent, name, value)
             write_text(self.state_path, json.dumps({uri: asdict(sent) for uri, sent in self._states.items()}, indent=1))
+
+
+def read_states(path: Path) -> dict[str, Sent]:
+    """Returns destination -> state, the one used last is the last; empty without a file. Raises UserError for a
+    damaged one.
+    """
+    try:
+        return json_record.read(path, dict[str, Sent])
+    except FileNotFoundError:
+        return {}
+
+
+def warn(line: str) -> None:
+    try:
+        print(f"warning: {line}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # The terminal was closed: sending continues.
+        silence_broken_output()

@@ -1,6 +1,6 @@
-"""Metrics of a run: metrics.jsonl, which is always written, and MLflow, which may be unreachable.
+"""Metrics of a run: metrics.jsonl, which is always written, and trackers, which may be unreachable.
 
-`Tracker.log` only appends a line to the file; a thread (export.py) sends the lines. So a training step
+`Tracker.log` only appends a line to the file; a thread for each tracker (export.py) sends the lines. So a training step
 never waits for a server, no metric is lost while the server is away, and a restart continues the same MLflow run.
 
 When steps run again (after a kill, or after a rollback because of a loss spike), their old records are removed from the
@@ -15,11 +15,12 @@ from pathlib import Path
 
 from pipeline.base.errors import naming
 from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
-from pipeline.monitor.export import ExportTiming, FolderExport
+from pipeline.monitor.export import Exporter, ExportTiming, FolderExport
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, accepted_name, open_to_append, repair
 from pipeline.monitor.mlflow.exporter import FindModels, MlflowExporter
 from pipeline.monitor.page_folder import End, PageFolder, Start, describe
 from pipeline.monitor.run_page import NOTE, RunFacts, hide_passwords, source_tags
+from pipeline.monitor.tensorboard import TensorBoardExporter
 from pipeline.settings.run import TrackConfig
 
 _TIMING = ExportTiming()
@@ -64,18 +65,18 @@ class Tracker:
         saved, told = self._page.saved(), json.dumps(facts.parameters, default=str)
         repeats = not began.changed and (start != 0 or saved is None or json.dumps(saved.facts.parameters) == told)
         self._page.begin(config.experiment, facts, began)
-        self._export = export_of(config, out, folder, facts, timing, find_models) if config.enabled else None
+        self._exports = exports_of(config, out, folder, facts, timing, find_models)
         self.facts = facts
         # Metrics that the step `start` already has.
         self._logged: dict[str, float] = {}
         self._axes_step = start  # The step whose axes are recorded.
         self.notes = [] if start is None else self._remove_after(start, repeats)
         self._file = open_to_append(self.path)
-        if self._export:
-            self._export.begin()
+        for export in self._exports:
+            export.begin()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Record metrics of a step, under names that MLflow accepts. Never waits for MLflow."""
+        """Record metrics of a step, under names that MLflow accepts. Never waits for a tracker."""
         metrics = {accepted_name(name): value for name, value in metrics.items()}
         if step == self.start:
             # After a kill between an evaluation's record and its scores.json, the evaluation runs again.
@@ -90,11 +91,11 @@ class Tracker:
     @property
     def run_id(self) -> str:
         """ID of the MLflow run; "" until MLflow answered."""
-        return self._export.run_id if self._export else ""
+        return next((export.run_id for export in self._exports), "")
 
-    def how_to_open(self) -> str:
-        """How to look at the run in a browser; "" if MLflow has not answered."""
-        return self._export.exporter.how_to_open() if self._export and self.run_id else ""
+    def how_to_open(self) -> list[str]:
+        """How to look at the run in a browser, in each tracker that has answered."""
+        return [way for export in self._exports if export.run_id and (way := export.exporter.how_to_open())]
 
     def value_at_start(self, name: str) -> float | None:
         """The recorded value of a metric at the step that the run continues from."""
@@ -124,14 +125,16 @@ class Tracker:
         try:
             self._page.end(end)
         finally:
-            if self._export:
-                self._export.end(end, in_a_hurry)
+            for export in self._exports:
+                export.end(end, in_a_hurry)
             with contextlib.suppress(OSError):  # `log` has already raised it for the record.
                 self._file.close()
 
     def _remove_after(self, step: int, repeats: bool) -> list[str]:
         """Remove the records of later steps. repeats: whether these steps run again with the same values."""
-        with self._export.rewriting(None if repeats else step) if self._export else contextlib.nullcontext():
+        with contextlib.ExitStack() as exports:
+            for export in self._exports:
+                exports.enter_context(export.rewriting(None if repeats else step))
             self._logged, notes = repair(self.path, step)
         return notes
 
@@ -155,25 +158,29 @@ def send_report(
     tracker.finish("FINISHED", result=result)
 
 
-def export_of(
+def exports_of(
     config: TrackConfig,
     out: Path,
     folder: Path,
     facts: RunFacts,
     timing: ExportTiming = _TIMING,
     find_models: FindModels = lambda ended: [],
-) -> FolderExport:
-    """The export of a run folder, which has not begun. out: folder of runs, of the default database. Others: see
+) -> list[FolderExport]:
+    """The exports of a run folder, which have not begun. out: folder of runs, of the default database. Others: see
     Tracker.
     """
-    uri = config.uri or default_uri(out)
-    # Artifacts of a database go beside its file, or beside the runs: MLflow would take the folder in which the command
-    # was started.
-    beside = database.parent if (database := sqlite_file(uri)) else out
-    is_database = uri.startswith(("sqlite", "postgresql", "mysql", "mssql"))
-    artifacts = (beside.resolve() / "mlartifacts").as_uri() if is_database else None
-    exporter = MlflowExporter(artifacts, replace(config, uri=uri), facts, folder, find_models)
-    return FolderExport(folder, exporter, facts, timing)
+    exporters: list[Exporter] = []
+    if config.enabled:
+        uri = config.uri or default_uri(out)
+        # Artifacts of a database go beside its file, or beside the runs: MLflow would take the folder in which the
+        # command was started.
+        beside = database.parent if (database := sqlite_file(uri)) else out
+        is_database = uri.startswith(("sqlite", "postgresql", "mysql", "mssql"))
+        artifacts = (beside.resolve() / "mlartifacts").as_uri() if is_database else None
+        exporters.append(MlflowExporter(artifacts, replace(config, uri=uri), facts, folder, find_models))
+    if config.tensorboard:
+        exporters.append(TensorBoardExporter(folder, facts))
+    return [FolderExport(folder, exporter, facts, timing) for exporter in exporters]
 
 
 def default_uri(out: Path) -> str:

@@ -16,7 +16,8 @@ from pipeline.base.words import command_line, counted, si
 from pipeline.evaluate import largest_errors, mistakes
 from pipeline.experiment.table import TEMPLATES
 from pipeline.experiment.vtab_report import score_table
-from pipeline.monitor.mlflow.state import STATE_FILE, read_states
+from pipeline.monitor.export import read_states
+from pipeline.monitor.mlflow.state import STATE_FILE
 from pipeline.monitor.page_folder import FIGURES, MISTAKES, PAGE
 from pipeline.process.committed import run_of_checkpoint
 from pipeline.process.outputs import hold, try_output

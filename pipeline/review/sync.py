@@ -12,7 +12,7 @@ from pipeline.cluster.status_files import SETTINGS_FILE, holder, last_end_in_wor
 from pipeline.monitor.mlflow.state import last_uri
 from pipeline.monitor.page_folder import RUN_FILE, End, PageFolder
 from pipeline.monitor.run_page import ModelFacts
-from pipeline.monitor.tracking import default_uri, export_of
+from pipeline.monitor.tracking import default_uri, exports_of
 from pipeline.settings.commands.reports import SyncConfig
 from pipeline.settings.run import TrackConfig
 
@@ -67,16 +67,16 @@ def send(folder: Path, uri: str = "") -> None:
     def models(ended: bool) -> list[ModelFacts]:
         return logged_models(Checkpoints(checkpoint_folder(settings)), ended) if settings else []
 
-    track = replace(settings.track if settings else TrackConfig(), uri=uri, experiment=saved.experiment)
+    track = replace(settings.track if settings else TrackConfig(), enabled=True, uri=uri, experiment=saved.experiment)
     if (end := saved.end) is None:
         page.end(end := _end_without_word(folder))
-    export = export_of(track, folder.parent, folder, saved.facts, find_models=models)
-    try:
-        export.send_all(end)
-    except Exception as error:  # Whatever the server or its client raises.
-        raise UserError(f"{folder}: {export.what_failed(error)}. The same command sends the rest.") from None
-    run_id = f", run {export.sent.run_id}" * bool(export.sent.run_id)
-    print(f"{folder}: sent to {export.exporter.title}{run_id}")
+    for export in exports_of(track, folder.parent, folder, saved.facts, find_models=models):
+        try:
+            export.send_all(end)
+        except Exception as error:  # Whatever the server or its client raises.
+            raise UserError(f"{folder}: {export.what_failed(error)}. The same command sends the rest.") from None
+        run_id = f", run {export.sent.run_id}" * bool(export.sent.run_id)
+        print(f"{folder}: sent to {export.exporter.title}{run_id}")
 
 
 def _end_without_word(folder: Path) -> End:

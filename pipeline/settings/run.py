@@ -724,6 +724,8 @@ class TrackConfig(Settings):
     """Draw curves, confusions, predictions and reconstructions at evaluations, in a process of low priority, and
     attention at the end (docs/reviewing.md).
     """
+    tensorboard: bool = False
+    """Also write event files into tensorboard/ of the run folder, for `tensorboard --logdir <out>`."""
     parent_run: str = ""
     """ID of the MLflow run below which this one is shown, as launch/finetune_grid.py sets it; empty: none."""
 

@@ -10,7 +10,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from pipeline.monitor.mlflow.connection import connect, is_refusal, warn
+from pipeline.monitor.export import warn
+from pipeline.monitor.mlflow.connection import connect, is_refusal
 
 
 class Failing:

@@ -126,7 +126,7 @@ def test_an_absent_server_delays_nothing_and_loses_nothing(
     for step in range(100):
         log_step(tracker, step, {"loss": float(step)})
     tracker.finish("FINISHED")
-    assert not tracker._export._thread.is_alive(), "it gave up by itself, and not because its time was over"
+    assert not tracker._exports[0]._thread.is_alive(), "it gave up by itself, and not because its time was over"
     assert capfd.readouterr().err.count("cannot be reached") == 1
     assert len(written(out)) == 100
 
@@ -147,7 +147,7 @@ def test_a_server_that_answers_slowly_does_not_hold_up_the_end(
 ) -> None:
     asked, over = threading.Event(), threading.Event()
     tracker = start(out, timing=ExportTiming(poll=0.05, finish=0.3))
-    monkeypatch.setattr(tracker._export.exporter, "log", lambda *_: (asked.set(), over.wait()))
+    monkeypatch.setattr(tracker._exports[0].exporter, "log", lambda *_: (asked.set(), over.wait()))
     tracker.log(1, {"loss": 1.0})
     assert asked.wait(300)
     tracker.finish("FINISHED")  # Returns, although there is no answer.
@@ -158,8 +158,8 @@ def test_a_server_that_answers_slowly_does_not_hold_up_the_end(
 
 def test_an_outage_that_begins_at_the_end_of_a_run_is_waited_for(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = start(out, timing=ExportTiming(poll=300, retry=(0.05,) * 3, finish=300))
-    until(lambda: tracker._export._next_look)  # The store has answered, and the thread waits.
-    exporter, failures = tracker._export.exporter, [ConnectionError("busy"), ConnectionError("busy")]
+    until(lambda: tracker._exports[0]._next_look)  # The store has answered, and the thread waits.
+    exporter, failures = tracker._exports[0].exporter, [ConnectionError("busy"), ConnectionError("busy")]
     send = exporter.log
 
     def log(records: Any) -> None:
@@ -379,3 +379,22 @@ def test_a_damaged_state_sends_everything_to_a_new_run(out: Path, capfd: pytest.
     second = run_id_of(out / "run")
     assert second != first
     assert [m.step for m in client(out).get_metric_history(second, "train/loss")] == [1, 2, 3, 4]
+
+
+# -------------------------------------------------------------------- another tracker
+def test_tensorboard_receives_each_point_once_over_a_kill(tmp_path: Path) -> None:
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    config = TrackConfig(enabled=False, tensorboard=True)
+    for first, last in ((1, 15), (11, 20)):
+        facts = RunFacts("run", "pretrain", {"lr": 0.1}, description="What it is.", steps=20)
+        tracker = Tracker(config, tmp_path, tmp_path / "run", facts, first - 1, FAST)
+        for step in range(first, last + 1):
+            tracker.log(step, {"loss": float(step)})
+        tracker.finish("FINISHED")
+    events = loader.EventAccumulator(str(tmp_path / "run" / "tensorboard"), {"scalars": 0})
+    events.Reload()
+    assert [(point.step, point.value) for point in events.Scalars("train/loss")] == [
+        (s, float(s)) for s in range(1, 21)
+    ]
+    assert {"description/text_summary", "parameters/text_summary"} <= set(events.Tags()["tensors"])
+    assert not (tmp_path / "mlflow.db").exists()

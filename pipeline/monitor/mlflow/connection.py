@@ -5,7 +5,6 @@ takes seconds.
 import logging
 import os
 import shlex
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -18,7 +17,6 @@ from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
 from pipeline.base.words import on_one_line
 from pipeline.monitor.mlflow.view import VIEW_KEY
 from pipeline.monitor.run_page import EXPERIMENT_TAGS, hide_passwords
-from pipeline.process.start import silence_broken_output
 
 T = TypeVar("T")
 
@@ -128,10 +126,3 @@ def one_line(error: Exception) -> str:
     """
     text = hide_passwords(on_one_line(error).partition(" [SQL: ")[0])
     return text if len(text) <= _MAX_REASON else f"{text[: _MAX_REASON // 2]} ... {text[-_MAX_REASON // 2 :]}"
-
-
-def warn(line: str) -> None:
-    try:
-        print(f"warning: {line}", file=sys.stderr, flush=True)
-    except (OSError, ValueError):  # The terminal was closed: sending continues.
-        silence_broken_output()

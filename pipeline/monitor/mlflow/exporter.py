@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.base.words import counted
+from pipeline.monitor.export import Exporter, Scores, Sent, SentModel, warn
 from pipeline.monitor.metrics_file import Record
 from pipeline.monitor.mlflow.connection import (
     active_run,
@@ -19,9 +20,7 @@ from pipeline.monitor.mlflow.connection import (
     how_to_open,
     is_refusal,
     one_line,
-    warn,
 )
-from pipeline.monitor.mlflow.state import Sent, SentModel
 from pipeline.monitor.page_folder import End, PageFolder, describe
 from pipeline.monitor.run_page import (
     NOTE,
@@ -36,8 +35,6 @@ from pipeline.monitor.run_page import (
 from pipeline.settings.run import TrackConfig
 
 T = TypeVar("T")
-# Step -> metric -> (value, milliseconds since 1970), of evaluations and probes.
-Scores = dict[int, dict[str, tuple[float, int]]]
 FindModels = Callable[[bool], list[ModelFacts]]
 # Tag of an MLflow run: the key of its run folder.
 KEY_TAG = "run_folder"
@@ -67,18 +64,15 @@ SHA-256 of `{WEIGHTS}`: `{shown["sha256"]}`
 The file is read where the run wrote it, and refused if its SHA-256 is another one."""
 
 
-class MlflowExporter:
-    """Appends one run to the MLflow server or database `config.uri`, by one thread.
+class MlflowExporter(Exporter):
+    """An `Exporter` to the MLflow server or database `config.uri`.
 
-    All methods may raise whatever MLflow's client raises. sent: what the store has received; update: sets fields of it
-    and saves it. destination: the URI without passwords. title: in messages.
     artifacts: URI of those of an experiment that is created here; None leaves the choice to the server. find_models:
     returns the checkpoints to show, during the run (False) or after its end (True). What the store refuses, it would
     refuse again: each item is reported once and skipped.
     """
 
-    sent: Sent
-    update: Callable[..., None]
+    name = "mlflow"
 
     def __init__(
         self, artifacts: str | None, config: TrackConfig, facts: RunFacts, folder: Path, find_models: FindModels

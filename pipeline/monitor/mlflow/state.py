@@ -1,54 +1,14 @@
-"""mlflow.json: which MLflow run belongs to a run folder, and what of the folder it has."""
+"""mlflow.json: which MLflow run belongs to a run folder. Its content is explained in `monitor/export.py`."""
 
 import contextlib
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.base import json_record
 from pipeline.base.errors import UserError
+from pipeline.monitor.export import Sent, read_states
 from pipeline.monitor.run_page import hide_passwords
 from pipeline.process.committed import run_of_checkpoint
 
 STATE_FILE = "mlflow.json"
-
-
-@dataclass(frozen=True)
-class SentModel:
-    """A checkpoint that MLflow shows as a logged model. num_scores: sent for it."""
-
-    model_id: str
-    roles: tuple[str, ...]
-    num_scores: int = 0
-
-
-@dataclass
-class Sent:
-    """The parts of a run folder that one MLflow store has received.
-
-    key: of the run there, by which it is found if a kill came before its run_id was written. is_described: it has
-    parameters and data sets. last: metric -> step of its last point (its time, for a run without steps, which logs all
-    at step 0). rollbacks: steps that the run went back to: points of later steps were sent twice. files: name -> size
-    and time. models: SHA-256 -> logged model. The mappings are replaced, never changed: another thread may be writing
-    the state.
-    """
-
-    key: str = ""
-    run_id: str = ""
-    is_described: bool = False
-    last: dict[str, int] = field(default_factory=dict)
-    rollbacks: tuple[int, ...] = ()
-    files: dict[str, str] = field(default_factory=dict)
-    models: dict[str, SentModel] = field(default_factory=dict)
-
-
-def read_states(path: Path) -> dict[str, Sent]:
-    """Returns destination -> state, the one used last is the last; empty without a file. Raises UserError for a
-    damaged one.
-    """
-    try:
-        return json_record.read(path, dict[str, Sent])
-    except FileNotFoundError:
-        return {}
 
 
 def sent_to(folder: Path, uri: str) -> Sent:
