@@ -317,6 +317,7 @@ def assert_same_state(a: Path, b: Path, ranks: int = 2) -> None:
 
 
 CONSTANT = ("schedule.decay=constant", "schedule.warmup=1 steps")
+SELDOM = (*CONSTANT, "evaluate.every=100 steps", "checkpoint.every=100 steps")
 # Another ZeRO stage at each number of ranks: 1, 2, 4, 3; two steps at each.
 WORLD_SIZES = (1, 2, 4, 3)
 MOVES = {
@@ -341,8 +342,7 @@ def moved(forge: Forge, dataset: Path, tmp_path_factory: pytest.TempPathFactory)
     out = tmp_path_factory.mktemp("moved")
 
     def run(name: str, steps: int, *more: str) -> list[str]:
-        often = [*CONSTANT, "evaluate.every=100 steps", "checkpoint.every=100 steps"]
-        return settings(dataset, out, name, *often, f"train.length={steps} steps", *more)
+        return settings(dataset, out, name, *SELDOM, f"train.length={steps} steps", *more)
 
     said = []
     for i, world_size in enumerate(WORLD_SIZES):
@@ -389,7 +389,7 @@ def test_the_same_ranks_go_on_bit_for_bit(moved: tuple[Path, list[str]], name: s
 
 
 def test_a_finished_run_is_finished_on_any_ranks(forge: Forge, dataset: Path, moved: tuple[Path, list[str]]) -> None:
-    run = settings(dataset, moved[0], "adam-0-whole", *CONSTANT, "train.length=4 steps", "engine.zero_stage=0")
+    run = settings(dataset, moved[0], "adam-0-whole", *SELDOM, "train.length=4 steps", "engine.zero_stage=0")
     again = forge.start(1, run).finish()
     assert "changed since the checkpoint: ranks was 2, is 1" in again
     assert "nothing left to do: the run is finished" in again
