@@ -29,7 +29,6 @@ from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.mixture.run_data import hold_out
 from pipeline.experiment import grid
-from pipeline.experiment.grid import data_names
 from pipeline.experiment.spec import RunSpec, make_spec, run_spec, state_of
 from pipeline.monitor.page_folder import PageFolder, Start
 from pipeline.monitor.run_page import RunFacts, WeightsOrigin
@@ -107,7 +106,6 @@ def test_grid_from_trials_to_table_and_comparison(
             "lr=[1e18,1e-6,0.3]",
             "seeds=[3,4]",
             "dev_share=0.2",
-            f"also=[{data}:train]",
         ],
     )
     started: list[str] = []
@@ -159,8 +157,6 @@ def test_grid_from_trials_to_table_and_comparison(
     assert [run["top1"] for run in result["runs"]] == accuracies
     assert result["top1"] == pytest.approx(np.mean(accuracies))
     assert result["std"] == pytest.approx(abs(accuracies[0] - accuracies[1]) / 2**0.5)
-    also = result["also"][f"{data}:train"]
-    assert (also["num_samples"], len(also["of_seeds"])) == (150, 2)
     assert json.loads((folder / "results.json").read_text()) == json.loads(json.dumps(result))
     page = (folder / "report.md").read_text()
     assert f"{100 * result['top1']:.2f} ± {100 * result['std']:.2f}" in page
@@ -188,7 +184,7 @@ def test_grid_from_trials_to_table_and_comparison(
 
     # One of the seeds alone has no deviation, neither here nor in MLflow, where two have one.
     shutil.copy(database, tmp_path / "mlflow.db")
-    sent = replace(config, also=[], mlflow=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    sent = replace(config, mlflow=f"sqlite:///{tmp_path / 'mlflow.db'}")
     client = MlflowClient(tracking_uri=sent.mlflow)
 
     def metrics_sent() -> dict[str, float]:
@@ -203,13 +199,6 @@ def test_grid_from_trials_to_table_and_comparison(
     page = (folder / "report.md").read_text()
     assert f"| {data}, val | {100 * accuracies[0]:.2f} | 37 |" in page
     assert "deviation" not in page
-    # The same images, with their classes in another order.
-    reordered = f"{make_dataset(tmp_path / 'reordered', {'train': 20}, order=[1, 2, 3, 0])}:train"
-    named = grid.run(replace(sent, also=[reordered]))
-    assert named["also"][reordered]["num_samples"] == 20
-    assert named["also"][reordered]["top1"] > 0.5
-    assert metrics_sent()["top1_reordered_train"] == named["also"][reordered]["top1"]
-    assert len(started) == 5
 
     # Damaged scores are said, and that run, which is trained already, is evaluated again.
     scores_file = folder / "final-seed-3" / "scores.json"
@@ -347,41 +336,16 @@ def test_the_best_rate_is_the_most_accurate_then_the_one_of_least_loss() -> None
     assert grid.summary_of([0.9], 1000) == {"top1": 0.9, "std": None, "interval": None}
 
 
-def test_names_of_data_sets_tell_them_apart() -> None:
-    def names_of(*entries: str) -> list[str]:
-        return list(data_names(entries).values())
-
-    assert names_of("a/x:val", "b/y:test", "b/z") == ["x_val", "y_test", "z_val"]
-    assert names_of("a/x:val", "b/x:val", "a/x:test", "y") == ["a_x_val", "b_x_val", "a_x_test", "y_val"]
-    assert names_of("x:val", "/b/x:val", "c/b/x:val") == ["x_val", "_b_x_val", "c_b_x_val"]
-    assert names_of("s3://one/x?region=eu-west-1", "gs://two/x") == ["one_x_val", "two_x_val"]
-    assert names_of("photos (2):val", "a/std") == ["photos _2__val", "std_val"]
-    # A data set without a split is scored on val.
-    assert names_of("a/x:val", "b/x") == ["a_x_val", "b_x_val"]
-    with pytest.raises(UserError, match=r"^also"):
-        data_names(("s3://a/x", "gs://a/x"))
-
-
 def test_what_only_the_final_runs_read_is_looked_at_first(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights, file = tmp_path / "start.pt", tmp_path / "run.yaml"
-    models.save(models.create("ViT-mu/4", 16, 5), weights)
-    file.write_text(RUN.replace("DATA", str(data)).replace(", best: val_top1", ""))
-    moved = make_dataset(tmp_path / "moved", {"train": 20})
-    info = json.loads((moved / "dataset.json").read_text())
-    info |= {"checksum": None, "classes": ["class1", "class0", "dog", "cat"]}
-    (moved / "dataset.json").write_text(json.dumps(info))
-
     instead_of_commands(monkeypatch, lambda run: pytest.fail(f"{run.name} was started"))
     for wrong, line in {
-        "settings=[init.weights=x,data.eval_split=train]": "data.eval_split = train is trained on, but the final runs",
-        "settings=[init.weights=x,train.loss=mae]": "train.loss = mae predicts no classes",
-        f"also=[{moved}:train]": f"also: the 4 classes of {moved}:train .*'class1' has another number",
+        "data.eval_split=train": "data.eval_split = train is trained on, but the final runs",
+        "train.loss=mae": "train.loss = mae predicts no classes",
     }.items():
-        given = [f"run={file}", "name=tiny", f"out={tmp_path}", f"settings=[init.weights={weights}]", "lr=[0.1]"]
         with pytest.raises(UserError, match=line):
-            grid.run(schema.load(GridConfig, None, [*given, wrong]))
+            grid.run(configured(data, tmp_path, f"settings=[init.weights=x,checkpoint.best=,{wrong}]"))
 
 
 def test_a_finished_run_is_found_again_wherever_it_was_sent_to(data: Path, tmp_path: Path) -> None:

@@ -85,8 +85,6 @@ class GridConfig(ExperimentConfig):
     """Share of the training split held out to choose lr (data.dev_share)."""
     seeds: Seeds = [0, 1, 2]
     """Seeds of the final runs on the whole training split; the first is also used for the trials."""
-    also: list[PathText] = []
-    """More data sets to score the final weights on, as [datasets/imagenet_real:val,datasets/imagenet_v2:test]."""
 
     def check(self) -> None:
         """Raise UserError for run settings that the grid sets itself, and for rates whose runs would have one name."""
