@@ -23,12 +23,10 @@ from pipeline.architecture.pixels import RGB8
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
-from pipeline.base.trained_on import not_held_out, recorded, trained_by
+from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted
 from pipeline.cluster.ray_tasks import RunJobs, shared_path
-from pipeline.data.dataset.dedup_report import DEDUP_REPORT, read_dedup_report
-from pipeline.data.dataset.manifest import INFO, Dataset, location_and_split, open_dataset
-from pipeline.data.storage.bucket import to_path
+from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
 from pipeline.data.storage.checksums import digest_of
 from pipeline.evaluate.loaded_model import output_folder
 from pipeline.experiment import engine, vtab_report
@@ -71,8 +69,7 @@ _PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "vtab"
 def run(config: VtabConfig) -> dict[str, Any] | None:
     """Score weights as Ray tasks. Returns as `run_sweep`."""
     config = with_local_weights(config)
-    given = [("weights", config.weights), ("data", config.data), *(("pretrained_on", p) for p in config.pretrained_on)]
-    for name, path in given:
+    for name, path in (("weights", config.weights), ("data", config.data)):
         # Weights of the Hugging Face hub are in the cache of each node.
         if name != "weights" or not published.is_of_hub(path):
             shared_path(name, path)
@@ -146,7 +143,10 @@ class Sweep(Experiment):
         ]
         self.unpublished = _unpublished(self.datasets)
         self.notes += unpublished_warning(self.unpublished)
-        self.contamination = _contamination(self, weights.extra)
+        sets = recorded(weights.extra)
+        runs = {name: trained_by(sets, dataset.fingerprint, TEST) for name, dataset in self.datasets.items()}
+        self.trained_by = {name: names for name, names in runs.items() if names}
+        self.notes += [f"{name}: {not_held_out(TEST, names)}" for name, names in self.trained_by.items()]
         data = {f"data.{name}": dataset.fingerprint for name, dataset in self.datasets.items()}
         self.shared = {"checkpoint_sha256": self.sha256, **data}
         settings: list[Setting | None] = [*settings_of(protocol)]
@@ -232,7 +232,7 @@ class Sweep(Experiment):
             "val_accuracy": spec.val_accuracy,
             "data": spec.fingerprint,
             "published": spec.group not in self.unpublished,
-            "copies": self.contamination[spec.group],
+            TRAINED_BY: self.trained_by.get(spec.group),
         }
         row = Row(spec.name, spec.group, spec.seed, settings=settings, **spec.facts)
         try:
@@ -272,7 +272,7 @@ class Sweep(Experiment):
                 "run_id": run_of_weights(self.named),
             },
             "data": {task: settings["data"] for task, settings in of_task.items()},
-            "contamination": {task: settings.get("copies") for task, settings in of_task.items()},
+            TRAINED_BY: {task: runs for task, settings in of_task.items() if (runs := settings.get(TRAINED_BY))},
             "unpublished": [task for task, settings in of_task.items() if not settings["published"]],
             "scores": [_score(row) for _, row in sorted(scored.items())],
             "failed": [
@@ -317,8 +317,8 @@ class Sweep(Experiment):
         datasets = []
         for task, dataset in self.datasets.items():
             training, test = (split_facts(task, dataset, *of) for of in ((ALL, "training"), (TEST, "evaluation")))
-            copies = self.contamination[task]
-            test.notes["copies_in_pretraining_data"] = "not searched" if copies is None else str(copies)
+            if task in self.trained_by:
+                test.notes[TRAINED_BY] = self.trained_by[task]
             datasets += [training, test]
         weights = Path(config.weights)
         return RunFacts(
@@ -428,57 +428,3 @@ def protocol_title(protocol: ProtocolConfig) -> str:
     then, now = (schema.flatten(schema.to_dict(settings)) for settings in (published, protocol))
     changed = [name for name in now if now[name] != then[name]]
     return f"{protocol.name}, changed: {', '.join(changed)}" if changed else protocol.name
-
-
-def _contamination(sweep: Sweep, extra: dict[str, Any]) -> dict[str, int | None]:
-    """Task -> number of its test images that the weights were trained on, or else of pre-training images marked as
-    copies of these. extra: of the weights.
-
-    None if copies were not searched for in all sets that the weights were trained on.
-    """
-    sets = recorded(extra)
-    total: dict[str, int | None] = dict.fromkeys(sweep.datasets)
-    if sweep.config.pretrained_on:
-        total = _copies(sweep, {(one.fingerprint, one.split): one.name for one in sets})
-    for task, dataset in sweep.datasets.items():
-        if runs := trained_by(sets, dataset.fingerprint, TEST):
-            total[task] = dataset.info["samples"][TEST]
-            print(f"{task}: {not_held_out(TEST, runs)}", flush=True)
-    return total
-
-
-def _copies(sweep: Sweep, trained: dict[tuple[str, str], str]) -> dict[str, int | None]:
-    """The copies in all of config.pretrained_on together, as `_contamination`. trained: (fingerprint, split) -> name,
-    as far as known.
-    """
-    copies: dict[tuple[str, str], dict[str, int]] = {}
-    for name in sweep.config.pretrained_on:
-        place, named = location_and_split(name)
-        try:
-            report = read_dedup_report(to_path(place))
-        except (FileNotFoundError, NotADirectoryError):
-            raise UserError(
-                f"{to_path(place) / DEDUP_REPORT} is missing. Make it with launch/dedup.py data={place} against=..."
-            ) from None
-        digest = report.data.fingerprint
-        one = digest, named or next((split for of, split in trained if of == digest), "train")
-        if trained and one not in trained:
-            listed = ", ".join(f"{title}:{split}" for (_, split), title in trained.items())
-            raise UserError(f"pretrained_on = {name} is {':'.join(one)}, but the weights were trained on {listed}.")
-        if not (is_searched := report.data.is_split(one[1])):
-            print(
-                f"note: {place} was searched for copies in {report.data.name}, so those in its split {one[1]} count as"
-                f" not searched. Search it with launch/dedup.py data={place} split={one[1]} against=..., or name the"
-                f" split of the weights: {place}:SPLIT",
-                flush=True,
-            )
-        tests = report.against if report.marked and is_searched else []
-        copies[one] = {part.fingerprint: part.copies for part in tests if part.name.endswith(f":{TEST}")}
-    if left := [f"{name}:{one[1]}" for one, name in trained.items() if one not in copies]:
-        raise UserError(f"pretrained_on: the weights were trained on {', '.join(left)}, too. Name all: [FOLDER,FOLDER]")
-    digests = {task: dataset.fingerprint for task, dataset in sweep.datasets.items()}
-    found = copies.values()
-    return {
-        task: sum(of[digest] for of in found) if all(digest in of for of in found) else None
-        for task, digest in digests.items()
-    }

@@ -16,6 +16,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import table_csv
 from pipeline.base.missing import missing
 from pipeline.base.page import COLOURS, Paragraph, PngImage, Table, add_legend, markdown, png, render, style_axes
+from pipeline.base.trained_on import TRAINED_BY, not_held_out
 from pipeline.base.words import counted, shorten
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds, of_tasks
@@ -87,6 +88,8 @@ class Column:
         """Lines that say which scores are not VTAB's, and which tasks have none and why."""
         for line in unpublished_warning(self.unpublished):
             yield f"{self.name}: {line}"
+        for name, runs in self.facts.get(TRAINED_BY, {}).items():
+            yield f"{self.name}, {TITLES[name]}: {not_held_out('test', runs)}."
         if absent := [name for name in TITLES if name not in self.tasks]:
             reasons = dict.fromkeys(self.facts["missing"], "not prepared")
             reasons |= {cell["task"]: "failed" for cell in self.facts["failed"]}
@@ -106,12 +109,9 @@ class Column:
         """What was chosen for each task, and the images that it was scored on."""
         rows = []
         for name, score in self.tasks.items():
-            copies = self.facts["contamination"].get(name)
-            searched = "not searched" if copies is None else f"{copies:,}"
             data = self.facts["data"].get(name, "")[:16]
-            rows.append((TITLES[name], self.choice(name), f"{score.num_seeds}", f"{score.num_test:,}", searched, data))
-        header = ("task", "chosen", "seeds", "test images", "copies of these in pre-training data", "data fingerprint")
-        return Table(header, rows)
+            rows.append((TITLES[name], self.choice(name), f"{score.num_seeds}", f"{score.num_test:,}", data))
+        return Table(("task", "chosen", "seeds", "test images", "data fingerprint"), rows)
 
 
 def unpublished_warning(tasks: Sequence[str]) -> list[str]:
@@ -301,16 +301,13 @@ def metrics_of(column: Column) -> dict[str, float]:
 
 def tags_of(facts: dict[str, Any]) -> dict[str, str]:
     """Tags that say what a sweep was made of. facts: content of its results.json."""
-    copies = [count for count in facts["contamination"].values() if count is not None]
     return {
         "protocol": facts["protocol"]["name"],
         "protocol_sha256": facts["protocol"]["sha256"],
         "method": facts["method"],
         "checkpoint": str(facts["checkpoint"]["path"]),
         "checkpoint_sha256": str(facts["checkpoint"]["sha256"]),
-        "contamination": str(sum(copies)) if copies else "not searched",
         **({UNPUBLISHED_TAG: ",".join(facts["unpublished"])} if facts.get("unpublished") else {}),
-        **{f"data.{task}": str(fingerprint) for task, fingerprint in facts["data"].items()},
     }
 
 

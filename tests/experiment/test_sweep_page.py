@@ -92,7 +92,6 @@ def test_the_page_of_a_sweep_has_scores_figures_and_a_row_for_each_cell(
     assert results is not None
     (run,) = runs(uri)
     assert (run.info.status, run.data.tags["outcome"]) == ("FINISHED", "finished")
-    assert run.data.tags["contamination"] == "not searched"
     assert "| DTD |" in run.data.tags["mlflow.note.content"]
     assert run.data.metrics["cells_done"] == 8
     assert len(run.inputs.dataset_inputs) == 4

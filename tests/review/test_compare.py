@@ -254,7 +254,6 @@ def write_sweep(folder: Path, shift: float, seeds: int) -> Path:
                 "protocol": {"name": "paper", "sha256": "d"},
                 "method": "finetune",
                 "data": {},
-                "contamination": None,
                 "checkpoint": {"path": "x", "sha256": "c"},
                 "scores": scores,
                 "failed": [],

@@ -113,11 +113,6 @@ class VtabConfig(Settings):
     not depend on seeds.
     """
     protocol: ProtocolConfig = setting(ProtocolConfig)
-    pretrained_on: list[PathText] = []
-    """Data set that the weights were trained on, as folder or folder:split, or all of a mixture, as
-    [datasets/a,datasets/b]; the results then include the number of copies of test images that launch/dedup.py marked in
-    them. Without a split it is that of the weights' run, or train.
-    """
     micro_batch: Batch = 64
     """Images per forward pass, with gradient accumulation over a batch. It affects the random numbers of dropout, so
     use one value in a sweep.
