@@ -33,7 +33,6 @@ from pipeline.experiment import engine, vtab_report
 from pipeline.experiment.engine import Experiment, ExperimentAnswer, read_note, with_note
 from pipeline.experiment.page import PARENT_TAG, ExperimentPage
 from pipeline.experiment.plan import CostEstimate, plan_lines
-from pipeline.experiment.published import PAPER
 from pipeline.experiment.rate_figures import draw_rates, rates_of_groups
 from pipeline.experiment.table import TO_RUN, Row, read_table
 from pipeline.experiment.vtab_cell import (
@@ -48,7 +47,7 @@ from pipeline.experiment.vtab_cell import (
     view_of,
     warmup_steps,
 )
-from pipeline.experiment.vtab_report import TITLES, column_as_published, column_of, unpublished_warning
+from pipeline.experiment.vtab_report import TITLES, column_of, unpublished_warning
 from pipeline.experiment.vtab_tasks import TASKS, Task
 from pipeline.model import files, published
 from pipeline.monitor.mlflow.state import last_uri, run_of_weights, sent_to, tracked_folder_of
@@ -285,7 +284,7 @@ class Sweep(Experiment):
 
     def answer(self, rows: Sequence[Row]) -> ExperimentAnswer:
         results = self.results(rows)
-        column = column_of(self.folder.name, results)
+        column = column_of(f"{self.config.method} by {results['protocol']['name']}", results)
         states = [row.state for row in rows]
         metrics = {f"cells_{state}": float(states.count(state)) for state in ("done", "failed")}
         metrics["cells_diverged"] = float(sum(bool(row.settings.get("diverged")) for row in rows))
@@ -300,7 +299,7 @@ class Sweep(Experiment):
             rates = [draw_rates(rates_of_groups(searched), about)]
         answer.files |= {picture.name: picture.png for picture in rates}
         if column.tasks:
-            answer.files |= vtab_report.page([column, *map(column_as_published, PAPER)], rates)
+            answer.files |= vtab_report.page(column, rates)
             answer.summary = vtab_report.summary(column)
         return answer
 

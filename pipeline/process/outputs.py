@@ -38,7 +38,6 @@ Holds = Literal[
     "verification",
     "statistics",
     "comparison",
-    "report of sweeps",
     "report of a run",
     "segmentation",
 ]
@@ -52,7 +51,6 @@ _MARKS: dict[Holds, tuple[str, ...]] = {
     "verification": ("report.json", "damage.csv"),
     "statistics": ("stats.json",),
     "comparison": ("runs.parquet",),
-    "report of sweeps": ("scores.csv",),
     "report of a run": ("report.html",),
     "segmentation": ("segmentation.json",),
 }

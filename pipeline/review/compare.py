@@ -6,7 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from pipeline.base.words import aligned, shorten
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.differences import LEVEL, in_words
 from pipeline.evaluate.intervals import of_seeds
+from pipeline.experiment.table import TEMPLATES
+from pipeline.experiment.vtab_report import score_table
 from pipeline.process.outputs import hold, try_output
 from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, curves, in_units
 from pipeline.review.reader import read
@@ -203,10 +205,14 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
         scores = {"kind of score": last.name if last else "–", "last score": str(last or "–")}
         scores |= {"best score": str(record.best_score or "–")}
         sections["Runs"][name] |= scores | {"ended": when(record.period[1])}
+    sweeps = [replace(record.sweep, name=name) for name, record in records.items() if record.sweep]
     return render(
         _TEMPLATE,
         f"Comparison of {listed(list(records), 4)}",
         pictures,
+        TEMPLATES,
+        sweeps=sweeps,
+        sweep_scores=score_table(sweeps) if sweeps else None,
         claims=list(claims(groups)),
         lines=list(comparable(records, [list(group.records) for group in groups])),
         groups=[group for group in groups if len(group.records) > 1],

@@ -237,7 +237,7 @@ def scored_on(record: RunRecord) -> tuple[Hashable, str]:
     data, split = record.scored_split
     name = Path(data).name
     if record.kind == "vtab":
-        name = data = "VTAB-1k"
+        name, data = "VTAB-1k", str(sorted(results["data"].items()))
         measure = f"{score.name}, protocol {results['protocol']['sha256']}"
     elif not data:
         data = (facts.digest or facts.source) if facts else str(results.get("data") or record.tags.get("data", ""))

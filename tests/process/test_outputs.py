@@ -129,7 +129,6 @@ HELD: dict[Holds, tuple[list[str], type, list[str]]] = {
     "evaluation": (["scores.json", "report.md", "per_class.csv"], weights.ScoreConfig, ["weights=w", "data=d"]),
     "explanation": (["explain.json"], weights.ExplainConfig, ["weights=w"]),
     "comparison": (["report.md", "report.html", "runs.parquet"], reports.CompareConfig, ["runs=[a,b]"]),
-    "report of sweeps": (["report.md", "report.html", "scores.csv"], reports.VtabReportConfig, ["sweeps=s"]),
     "report of a run": (["report.md", "report.html"], reports.RunReportConfig, ["run=r"]),
     "verification": (["report.json"], data.VerifyConfig, ["data=d"]),
     "statistics": (["stats.json", "classes.csv"], data.StatsConfig, ["data=d"]),

@@ -282,6 +282,8 @@ def test_runs_of_all_kinds_stand_beside_each_other(tmp_path: Path) -> None:
     assert group.pairs == []
     page = str(compare.page(records, groups, [])["report.md"])
     assert "| VTAB-1k |" in page
+    assert "| task | sweep1 | sweep2 | alone |\n" in page
+    assert "| **mean of 19 tasks** | **61.00 [" in page
 
 
 def test_what_a_killed_comparison_leaves_is_no_report_of_a_run(

@@ -1,37 +1,14 @@
-"""The settings of commands that follow runs: report of sweeps, comparison of runs, and a fine-tuning protocol's
-grid.
-"""
+"""The settings of commands that follow runs: their report, comparison and export, and a fine-tuning protocol's grid."""
 
 from pydantic import PositiveFloat
 
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
 from pipeline.settings.commands.study import ExperimentConfig, refuse_overrides
 from pipeline.settings.quantities import PathText
 from pipeline.settings.schema import Distinct, Seeds, Settings, setting
 
 # Settings of a run that the grid sets itself.
 _SET_BY_GRID = ("name=", "out=", "optimizer.lr=", "data.dev_share=", "seed=")
-
-
-class VtabReportConfig(Settings):
-    """The report of one or more VTAB-1k sweeps."""
-
-    sweeps: list[PathText]
-    """Result folders of launch/vtab.py, as [runs/vit_b16/vtab/vit_paper-finetune]; the first is reported, the others
-    are compared with it
-    """
-    names: list[str] = []
-    """Names of the sweeps in the report; empty uses the folders' names."""
-    out: PathText = setting("", output="folder", holds="report of sweeps")
-    """Folder of the report; empty is <first sweep>/report."""
-
-    def check(self) -> None:
-        """Check what depends on several settings. Raises UserError."""
-        if self.names and len(self.names) != len(self.sweeps):
-            raise UserError(
-                f"names has {counted(len(self.names), 'name')} for {len(self.sweeps)} sweeps: give as many, or none."
-            )
 
 
 class CompareConfig(Settings):
