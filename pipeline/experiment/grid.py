@@ -24,7 +24,6 @@ from pipeline.evaluate.intervals import of_seeds, sample_deviation
 from pipeline.experiment import plan
 from pipeline.experiment.engine import Experiment, ExperimentAnswer, sources_of
 from pipeline.experiment.page import facts_of_splits, tags_of_folder
-from pipeline.experiment.rate_figures import draw_rates
 from pipeline.experiment.spec import SCORES_FILE, RunSpec, ScoresFile, make_spec
 from pipeline.experiment.table import TEMPLATES, TO_RUN, Row
 from pipeline.model.files import find_file
@@ -93,13 +92,9 @@ class Grid(Experiment):
             raise UserError(f"{lost[0].folder}: {lost[0].reason} Or leave its learning rate out of lr.")
         finals = [row for row in rows if row.group == "finals" and row.state == "done"]
         answer = ExperimentAnswer({"runs_done": len(tried) + len(finals)})
-        best = best_rate(tried) if finals else None
-        accuracies = {trial["lr"]: trial.get("top1", np.nan) for trial in tried}
-        about = "without a point: diverged; dotted: the chosen one"
-        pictures = [draw_rates({"dev": [accuracies]}, about, best)] if tried else []
-        answer.files = {picture.name: picture.png for picture in pictures}
-        if best is None or len(finals) < len(config.seeds):
+        if len(finals) < len(config.seeds):
             return answer
+        best = best_rate(tried)
         num = finals[0].num_test["top1"]
         runs = [
             {
@@ -131,7 +126,7 @@ class Grid(Experiment):
             f" {counted(len(runs), 'seed')}, with learning rate {best:g}."
         )
         title = f"{config.name}: {100 * result['top1']:.2f} % top-1"
-        answer.files |= render(TEMPLATES / "grid.j2", title, pictures, result=result, not_held_out=not_held_out)
+        answer.files |= render(TEMPLATES / "grid.j2", title, result=result, not_held_out=not_held_out)
         answer.files["results.json"] = json.dumps(result, indent=1, ensure_ascii=False)
         answer.result = result
         return answer

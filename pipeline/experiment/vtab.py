@@ -33,7 +33,6 @@ from pipeline.experiment import engine, vtab_report
 from pipeline.experiment.engine import Experiment, ExperimentAnswer, read_note, with_note
 from pipeline.experiment.page import PARENT_TAG, ExperimentPage
 from pipeline.experiment.plan import CostEstimate, plan_lines
-from pipeline.experiment.rate_figures import draw_rates, rates_of_groups
 from pipeline.experiment.table import TO_RUN, Row, read_table
 from pipeline.experiment.vtab_cell import (
     ALL,
@@ -292,14 +291,8 @@ class Sweep(Experiment):
             metrics |= vtab_report.metrics_of(column)
         answer = ExperimentAnswer(metrics, result=results)
         answer.files = {"results.json": json.dumps(results, indent=1, ensure_ascii=False) + "\n"}
-        searched = [row for row in rows if row.state == "done" and row.settings["stage"] == "search"]
-        rates = []
-        if len({row.settings["learning_rate"] for row in searched}) > 1:
-            about = "the best of the other settings; a cell that diverged counts as 0"
-            rates = [draw_rates(rates_of_groups(searched), about)]
-        answer.files |= {picture.name: picture.png for picture in rates}
         if column.tasks:
-            answer.files |= vtab_report.page(column, rates)
+            answer.files |= vtab_report.page(column)
             answer.summary = vtab_report.summary(column)
         return answer
 

@@ -162,8 +162,8 @@ def summary(column: Column) -> str:
     return markdown(column.name, [*map(Paragraph, column.caveats()), score_table([column])])
 
 
-def page(column: Column, pictures: Sequence[PngImage] = ()) -> dict[str, bytes | str | None]:
-    """The files of the report of a sweep, beside the paper's scores. pictures: below the charts."""
+def page(column: Column) -> dict[str, bytes | str | None]:
+    """The files of the report of a sweep, beside the paper's scores."""
     table = [column, *map(column_as_published, PAPER)]
     means = {name: f"{name} ({len(members)})" for name, members in MEMBERS.items()}
     tasks = {task.name: f"{task.title} ({task.group[:2]}.)" for task in TASKS}
@@ -173,7 +173,7 @@ def page(column: Column, pictures: Sequence[PngImage] = ()) -> dict[str, bytes |
     ]
     values: dict[str, Any] = {"table": score_table(table), "columns": [column], "paper": PAPER}
     source = (SOURCE, RESNET, PROTOCOL)
-    return render(TEMPLATES / "vtab.j2", f"VTAB-1k: {column.name}", [*charts, *pictures], source=source, **values)
+    return render(TEMPLATES / "vtab.j2", f"VTAB-1k: {column.name}", charts, source=source, **values)
 
 
 def score_table(table: Sequence[Column]) -> Table:
