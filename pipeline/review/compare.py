@@ -1,6 +1,4 @@
-"""Compares any number of runs: what can be compared, what differs, curves, scores at equal budgets, and what is more
-than noise.
-"""
+"""Compares any number of runs: what can be compared, what differs, curves, and what is more than noise."""
 
 import re
 import time
@@ -19,7 +17,7 @@ from pipeline.evaluate.intervals import of_seeds
 from pipeline.experiment.table import TEMPLATES
 from pipeline.experiment.vtab_report import score_table
 from pipeline.process.outputs import hold, try_output
-from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, curves, in_units
+from pipeline.review.curves import curves
 from pipeline.review.reader import read
 from pipeline.review.record import RunRecord, best_first
 from pipeline.review.statistics import (
@@ -115,17 +113,12 @@ class Group:
         return scored_on(next(iter(self.records.values())))[1]
 
     def ranking(self) -> Table:
-        """The runs by their last score, and their scores at equal budgets."""
+        """The runs by their last score."""
         scored = {name: record.last_score for name, record in self.records.items()}
         measure = next((score.name for score in scored.values() if score), "score")
-        header = ["run", f"last {measure}", "step"]
-        rows = {name: [name, str(score), shown(score and score.step)] for name, score in scored.items()}
-        for axis in (IMAGES, FLOPS):
-            budget, found = at_equal_budget(self.records, axis)
-            header += [f"{measure} within {in_units(budget, axis)}"] * bool(found)
-            for name, score in found.items():
-                rows[name].append(f"{score}, step {shown(score.step)}" if score else "–")
-        return Table(header, [rows[name] for name in sorted(rows, key=lambda name: best_first(scored[name]))])
+        ranked = sorted(scored.items(), key=lambda run: best_first(run[1]))
+        rows = [(name, str(score), shown(score and score.step)) for name, score in ranked]
+        return Table(("run", f"last {measure}", "step"), rows)
 
     def noise(self) -> Table:
         """The test of each pair, or of many those with the best run."""
@@ -179,7 +172,7 @@ def by_kind(records: Records) -> dict[str, RunRecord]:
 
 
 def claims(groups: Sequence[Group]) -> Iterator[str]:
-    """What can be said of the best run of each group beside the others, with what differs in their budgets."""
+    """What can be said of the best run of each group beside the others, with what differs in their curves."""
     yield from filter(None, (group.of_seeds for group in groups))
     for pair in (pair for group in groups for pair in group.pairs_of_best):
         better, than, by, interval, _, corrected, verdict, _ = _told(pair)

@@ -17,7 +17,7 @@ from pipeline.data.loading.values import to_rgb
 from pipeline.data.loading.views import shown_view
 from pipeline.evaluate.classify import per_class, read_pixels
 from pipeline.explain import galleries
-from pipeline.review.budgets import SMOOTH_FROM, draw_line, finish, finite, lines_of
+from pipeline.review.curves import SMOOTH_FROM, draw_line, finish, finite, lines_of
 from pipeline.review.record import LastPredictions, RunRecord, Series
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig

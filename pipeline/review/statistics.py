@@ -292,8 +292,8 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
     seen = {record.images_seen for record in records.values() if record.images_seen}
     if len(seen) > 1:
         yield (
-            f"The runs saw different numbers of images, {min(seen):,} to {max(seen):,}: last scores compare whole runs,"
-            " those at equal images and FLOPs what the same amount of training gave."
+            f"The runs saw different numbers of images, {min(seen):,} to {max(seen):,}: scores compare whole runs, and"
+            " curves what the same amount of training gave."
         )
 
 

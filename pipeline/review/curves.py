@@ -1,4 +1,4 @@
-"""Runs side by side: curves against steps, images seen and FLOPs, and scores at equal budgets of these."""
+"""Runs side by side: curves against steps, images seen and FLOPs."""
 
 import re
 from collections import Counter
@@ -12,8 +12,8 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from pipeline.base.metric import SPREAD, title_of
 from pipeline.base.page import COLOURS, PngImage, add_legend, png, style_axes
-from pipeline.base.words import shorten, si
-from pipeline.review.record import RunRecord, Score, Series
+from pipeline.base.words import shorten
+from pipeline.review.record import RunRecord, Series
 from pipeline.review.statistics import Records, by_loss, in_seeds, listed, seed_groups
 
 # More runs than colours differ by the style of their lines.
@@ -39,32 +39,6 @@ FLOPS = Axis("training FLOPs", lambda record: record.images_per_step * record.fl
 AXES = (STEPS, IMAGES, FLOPS)
 
 
-def at_equal_budget(records: Mapping[str, RunRecord], axis: Axis) -> tuple[float, dict[str, Score | None]]:
-    """Returns (the largest budget that all runs reached by their last evaluation, run -> its newest score within that,
-    None without).
-
-    (0, {}) when a run has no evaluation, or its amounts are unknown.
-    """
-    if not all(record.scored for record in records.values()):
-        return 0.0, {}
-    amounts = {name: r.series[r.scored].steps * axis.per_step(r) for name, r in records.items()}
-    budget = float(min((of_run[-1] for of_run in amounts.values()), default=0))
-    if not budget:
-        return 0.0, {}
-    found: dict[str, Score | None] = {}
-    for name, record in records.items():
-        # Rounding must not exclude the evaluation that defines the budget.
-        within = np.flatnonzero(amounts[name] <= budget * (1 + 1e-9))
-        found[name] = record.score_at(int(within[-1]), record.scored) if len(within) else None
-    return budget, found
-
-
-def in_units(amount: float, axis: Axis) -> str:
-    """An amount of IMAGES or FLOPS in words, such as "50,688 images" or "1.94 TFLOP"."""
-    return si(amount, "FLOP") if axis is FLOPS else f"{amount:,.0f} images"
-
-
-# ---------------------------------------------------------------------- figures
 def curves(records: Records) -> list[PngImage]:
     """The figures of accuracy and loss on the evaluated images, of training loss, and of what objectives measure or log
     beside.
