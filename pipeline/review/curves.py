@@ -21,8 +21,6 @@ _STYLES = ("-", "--", ":", "-.")
 _MAX_NAME = 36
 # Window of the running mean of a series, as a share of the run; shorter series are drawn as they are.
 _SMOOTH, SMOOTH_FROM = 0.02, 100
-# Of a curve on 500 pixels; two values are drawn of each.
-_MAX_POINTS = 1000
 
 
 @dataclass(frozen=True)
@@ -140,25 +138,10 @@ def draw_line(
     """Draw values, non-finite ones as gaps; of a long series the running mean, and the values faintly."""
     values = finite(values)
     if len(values) >= SMOOTH_FROM:
-        seen = extremes(values)
-        axes.plot(amounts[seen], values[seen], color=look["color"], alpha=0.25, linewidth=0.8)
+        axes.plot(amounts, values, color=look["color"], alpha=0.25, linewidth=0.8)
         values = running_mean(values)
     marker = "o" if len(values) <= 40 else None
-    seen = extremes(values)
-    axes.plot(amounts[seen], values[seen], **look, marker=marker, markersize=3.5, linewidth=1.4, label=label)  # type: ignore[arg-type]
-
-
-def extremes(values: np.ndarray) -> np.ndarray:
-    """Places (ascending) of the values that a curve shows: all, or the least and the largest of every few, because
-    drawing more than its width in pixels shows takes most of the time of a comparison.
-    """
-    every = -(-len(values) // _MAX_POINTS)
-    if every < 2:
-        return np.arange(len(values))
-    padded = np.pad(values, (0, -len(values) % every), "edge").reshape(-1, every)
-    least, largest = (np.where(np.isnan(padded), fill, padded) for fill in (np.inf, -np.inf))
-    places = np.stack([least.argmin(1), largest.argmax(1)]) + every * np.arange(len(padded))
-    return np.unique([0, *places.clip(max=len(values) - 1).ravel(), len(values) - 1])
+    axes.plot(amounts, values, **look, marker=marker, markersize=3.5, linewidth=1.4, label=label)  # type: ignore[arg-type]
 
 
 def finite(values: np.ndarray) -> np.ndarray:

@@ -311,21 +311,3 @@ def test_a_run_that_ends_while_it_is_read_was_not_killed(tmp_path: Path, monkeyp
     monkeypatch.setattr(reader, "holder", end)
     found = from_folder(run)
     assert (found.status, max(found.series["loss"].steps)) == ("finished", 20)
-
-
-@pytest.mark.parametrize("count", [0, 1, 1000, 1001, 9_999])
-def test_a_long_curve_shows_every_extreme(count: int) -> None:
-    """And its ends; values that are missing are no extremes."""
-    values = np.random.default_rng(count).random(count)
-    values[count // 3 : count // 2] = np.nan
-    if count > 5:
-        values[7 * count // 8] = 5
-    seen = curves.extremes(values)
-    assert list(seen) == sorted(set(seen))
-    assert len(seen) <= 2002
-    if count:
-        assert (seen[0], seen[-1]) == (0, count - 1)
-        found = values[seen]
-        ends = (np.nanmin, np.nanmax)
-        assert count == 1 or [end(found) for end in ends] == [end(values) for end in ends]
-        assert np.isnan(found).sum() >= min(1, np.isnan(values).sum())
