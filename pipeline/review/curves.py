@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -23,18 +23,12 @@ _MAX_NAME = 36
 _SMOOTH, SMOOTH_FROM = 0.02, 100
 
 
-@dataclass(frozen=True)
-class Axis:
-    """What runs can be compared against. per_step: its amount in one step of a run, 0 if unknown."""
-
-    name: str
-    per_step: Callable[[RunRecord], float]
-
-
-STEPS = Axis("step", lambda record: 1.0)
-IMAGES = Axis("images seen", lambda record: float(record.images_per_step))
-FLOPS = Axis("training FLOPs", lambda record: record.images_per_step * record.flops_per_image)
-AXES = (STEPS, IMAGES, FLOPS)
+# What runs are compared against -> its amount in one step of a run, 0 if unknown.
+_AXES: dict[str, Callable[[RunRecord], float]] = {
+    "step": lambda record: 1.0,
+    "images seen": lambda record: float(record.images_per_step),
+    "training FLOPs": lambda record: record.images_per_step * record.flops_per_image,
+}
 
 
 def curves(records: Records) -> list[PngImage]:
@@ -100,18 +94,18 @@ def draw_curves(
     if not any(series.steps[-1] > 0 for series in chosen.values()):  # Weights evaluated by themselves have no steps.
         return None
     groups = [group for of in seeds if (group := [name for name in of if name in chosen])]
-    axes_used = [axis for axis in AXES if any(axis.per_step(records[name]) for name in chosen)]
+    axes_used = [(x, amount) for x, amount in _AXES.items() if any(amount(records[name]) for name in chosen)]
     legend_rows = -(-len(groups) // 4) if len(groups) > 1 else 0
     figure = Figure(figsize=(15.0, 4.2 + 0.22 * legend_rows), dpi=110, layout="constrained")
-    for axis, axes in zip(axes_used, figure.subplots(1, len(axes_used), squeeze=False)[0], strict=True):
+    for (x, amount), axes in zip(axes_used, figure.subplots(1, len(axes_used), squeeze=False)[0], strict=True):
         for place, group in enumerate(groups):
             style = _STYLES[place // len(COLOURS) % len(_STYLES)]
             look = {"color": COLOURS[place % len(COLOURS)], "linestyle": style}
             for name in group:
-                if per_step := axis.per_step(records[name]):
+                if per_step := amount(records[name]):
                     label = shorten(in_seeds(group), _MAX_NAME) if name == group[0] else None
                     draw_line(axes, chosen[name].steps * per_step, chosen[name].values, look, label)
-        finish(axes, axis.name)
+        finish(axes, x)
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(EngFormatter())
     figure.suptitle(title)

@@ -33,7 +33,7 @@ from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.train import setup
 from pipeline.train.drawing import DrawingProcess
 
-OF_EVALUATION = {"confusion.png", "worst_classes.png", "predictions.png"}
+OF_EVALUATION = {"confusion.png", "predictions.png"}
 
 
 def images_in(folder: Path) -> dict[str, tuple[int, int]]:
@@ -135,13 +135,13 @@ def test_damaged_inputs_cost_one_line_each(trained: Path, tmp_path: Path) -> Non
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "ti')
     (line,) = draw(folder, final=False)
-    assert line.startswith("confusion, worst_classes, predictions, scatter, mistakes not drawn: ")
+    assert line.startswith("confusion, predictions, scatter, mistakes not drawn: ")
     assert "predictions.npz" in line
     assert images_in(folder).keys() == {"curves.png"}
     (folder / "config.yaml").write_text("{")
     assert [line.partition(" not drawn")[0] for line in draw(folder, final=True)] == [
         "curves",
-        "confusion, worst_classes, predictions, scatter, mistakes",
+        "confusion, predictions, scatter, mistakes",
         "reconstruction",
         "attention, positions, components",
     ]
