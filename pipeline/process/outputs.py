@@ -50,7 +50,7 @@ _MARKS: dict[Holds, tuple[str, ...]] = {
     "explanation": ("explain.json",),
     "verification": ("report.json", "damage.csv"),
     "statistics": ("stats.json",),
-    "comparison": ("runs.parquet",),
+    "comparison": ("pairs.csv",),
     "report of a run": ("report.html",),
     "segmentation": ("segmentation.json",),
 }
