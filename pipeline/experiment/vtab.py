@@ -239,7 +239,7 @@ class Sweep(Experiment):
             return with_note(row, read_note(self.folder, spec.name))
         except UserError as error:
             return replace(row, state="damaged", reason=str(error))
-        chosen = {name: found.get(name) for name in ("val_accuracy", "l2", "neighbours", "diverged", "device")}
+        chosen = {name: found.get(name) for name in ("val_accuracy", "l2", "diverged", "device")}
         return replace(
             row,
             state="done",
@@ -331,7 +331,7 @@ class Sweep(Experiment):
 def _score(row: Row) -> dict[str, Any]:
     """A row of `scores` in results.json."""
     chosen = {name: row.settings.get(name) for name in ("learning_rate", "weight_decay", "val_accuracy")}
-    chosen |= {name: row.settings[name] for name in ("l2", "neighbours") if row.settings.get(name) is not None}
+    chosen |= {"l2": row.settings["l2"]} if "l2" in row.settings else {}
     about = {"task": row.group, "seed": row.seed, "accuracy": row.scores["accuracy"]}
     return {**about, "num_test": row.num_test["accuracy"], "steps": row.steps or None, **chosen}
 

@@ -66,7 +66,7 @@ class Column:
 
     def choice(self, task: str) -> str:
         """What was chosen for a task, in words; all choices if the seeds differ."""
-        names = ("learning_rate", "weight_decay", "steps", "l2", "neighbours", "val_accuracy")
+        names = ("learning_rate", "weight_decay", "steps", "l2", "val_accuracy")
         texts = set[str]()
         for score in self.facts["scores"]:
             if score["task"] == task:
