@@ -54,7 +54,7 @@ class Grid(Experiment):
     def __init__(self, config: GridConfig) -> None:
         self.config, self.folder, self.notes = config, Path(config.out) / config.name, []
         seed = config.seeds[0]
-        trials = [make_run(config, config.trial_name(lr), lr, seed, config.dev_share) for lr in config.lr]
+        trials = [make_run(config, f"lr-{lr:g}", lr, seed, config.dev_share) for lr in config.lr]
         final = make_run(config, "final", config.lr[0], seed, dev_share=0.0)  # To be refused before the trials.
         self.rates = {trial.name: trial.config.optimizer.lr for trial in trials}
         self.run_config = trials[0].config

@@ -2,7 +2,6 @@
 
 from pydantic import PositiveFloat
 
-from pipeline.base.errors import UserError
 from pipeline.settings.commands.study import ExperimentConfig, refuse_overrides
 from pipeline.settings.quantities import PathText
 from pipeline.settings.schema import Distinct, Seeds, Settings, setting
@@ -56,7 +55,7 @@ class GridConfig(ExperimentConfig):
     """YAML file of the run, as configs/finetune/pets_384px.yaml"""
     settings: list[str] = []
     """Settings that override the run's file, as [init.weights=runs/vit_l16]."""
-    lr: list[PositiveFloat]
+    lr: Distinct[PositiveFloat]
     """Values of optimizer.lr to try, as [0.001,0.003,0.01,0.03]"""
     dev_share: float = setting(0.1, above=0, below=1)
     """Share of the training split held out to choose lr (data.dev_share)."""
@@ -64,17 +63,6 @@ class GridConfig(ExperimentConfig):
     """Seeds of the final runs on the whole training split; the first is also used for the trials."""
 
     def check(self) -> None:
-        """Raise UserError for run settings that the grid sets itself, and for rates whose runs would have one name."""
+        """Raise UserError for run settings that the grid sets itself."""
         super().check()
         refuse_overrides("settings has", self.settings, _SET_BY_GRID, "this command sets for each run: leave it out.")
-        names = [self.trial_name(lr) for lr in self.lr]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise UserError(
-                f"lr = {self.lr}: the runs of two of these rates would both be called {twice[0]}. Give rates that"
-                " differ in their first six digits."
-            )
-
-    @staticmethod
-    def trial_name(lr: float) -> str:
-        """Name of the run that tries a learning rate."""
-        return f"lr-{lr:g}"
