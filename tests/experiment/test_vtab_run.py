@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_vtab import PREPARED, prepare, run_here
+from tiny_vtab import PREPARED, in_turn, prepare, run_here
 
 from pipeline import model as models
 from pipeline.architecture.pixels import RGB8, RGB_CHANNELS, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.trained_on import TrainedSet
-from pipeline.cluster.ray_tasks import RunJobs
 from pipeline.experiment import engine, vtab
 from pipeline.experiment import vtab_report as report
 from pipeline.experiment.vtab import Sweep, protocol_title, settings_of
@@ -216,26 +215,6 @@ def test_an_image_size_that_the_weights_cannot_take_is_refused_before_anything_i
     # Of small images alone, which DTD has none of.
     config = schema.load(VtabConfig, None, [*prepared, small, "tasks=[dtd]", "plan=true"])
     assert vtab.run_sweep(config, tmp_path / "out", run_nowhere) is None
-
-
-def in_turn(
-    outcome: Callable[[VtabCell], dict[str, Any] | str],
-) -> RunJobs:
-    """Pretends to run cells. outcome: returns a cell's outcome, or the reason why it fails."""
-
-    def run(
-        function: Callable[..., dict], jobs: Sequence[SweepJob], on_retry: Callable, on_failure: Callable
-    ) -> Iterable[tuple[int, dict[str, Any]]]:
-        for number, job in enumerate(jobs):
-            assert json.loads((vtab.output(job.config) / "progress.json").read_text())["runs"] > 0
-            found = outcome(job.cell)
-            if isinstance(found, str):
-                on_retry("It was killed.")
-                on_failure(number, found)
-            else:
-                yield number, {"steps": 2, "num_images": 10, "seconds": 1.0, **found}
-
-    return run
 
 
 def test_the_best_setting_is_chosen_and_a_failed_cell_loses_nothing_else(prepared: list[str], tmp_path: Path) -> None:

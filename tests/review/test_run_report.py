@@ -136,25 +136,3 @@ def test_the_first_screen_says_how_good_it_is_what_it_confuses_and_what_to_look_
         assert sum(top < 1000 for _, top in sizes) >= 2  # The confusion matrix and the first mistake.
         assert not browser.complaints
         assert {url for url in browser.requests if not url.startswith("data:")} == {file.as_uri()}
-
-
-@pytest.mark.slow
-def test_the_command_writes_one_page_without_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write_run(tmp_path / "a", evaluations={20: 0.5})
-    (folder / "review").mkdir()
-    (folder / "review" / "report.html").write_text("")
-    file = report.run(schema.load(RunReportConfig, None, [f"run={folder}"]))
-    assert file == folder / "review" / "report.html"
-    html = file.read_text()
-    assert not re.findall(r'(?:src|href)="(?!data:)[^"#]', html)
-    text = (file.parent / "report.md").read_text()
-    assert all((file.parent / name).is_file() for name in re.findall(r"\]\((\S+)\)", text))
-    assert "50.00 %" in capsys.readouterr().out
-    assert re.search(r"waits for data.*12\.5%", text)
-
-
-def test_flops_are_those_of_the_whole_objective(tmp_path: Path) -> None:
-    """As the run itself counted them."""
-    folder = write_run(tmp_path / "a", steps=10)
-    change(folder, facts=replace(PageFolder(folder).read_facts().facts, flops_per_image=7e9))
-    assert from_folder(folder).axes(10)["exaflops"] == pytest.approx(10 * 16 * 7e9 / 1e18)
