@@ -2,9 +2,8 @@
 over incomplete groups.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -165,12 +164,7 @@ def summary(column: Column) -> str:
 def page(column: Column) -> dict[str, bytes | str | None]:
     """The files of the report of a sweep, beside the paper's scores."""
     table = [column, *map(column_as_published, PAPER)]
-    means = {name: f"{name} ({len(members)})" for name, members in MEMBERS.items()}
-    tasks = {task.name: f"{task.title} ({task.group[:2]}.)" for task in TASKS}
-    charts = [
-        PngImage("means.png", "Means of tasks", _draw(table, means, (9, 5), "unweighted means over tasks")),
-        PngImage("tasks.png", "Accuracy on each task", _draw(table, tasks, (15, 5.5), "top-1 on each test split")),
-    ]
+    charts = [PngImage("scores.png", "Accuracy on each task, and means of tasks", _draw(table))]
     values: dict[str, Any] = {"table": score_table(table), "columns": [column], "paper": PAPER}
     source = (SOURCE, RESNET, PROTOCOL)
     return render(TEMPLATES / "vtab.j2", f"VTAB-1k: {column.name}", charts, source=source, **values)
@@ -226,30 +220,31 @@ def tags_of(facts: dict[str, Any]) -> dict[str, str]:
     }
 
 
-# -------------------------------------------------------------------- charts
+# -------------------------------------------------------------------- the chart
 # Greys for the paper's columns.
-_PAPER = ("0.35", "0.55", "0.75")
+_COLOURS = (COLOURS[0], "0.35", "0.55", "0.75")
 
 
-def _draw(table: Sequence[Column], titles: Mapping[str, str], size: tuple[float, float], shown: str) -> bytes:
-    """PNG of a bar with its interval for each column and each of the tasks or means that it has. titles: of these."""
-    figure = Figure(figsize=size, dpi=110, layout="constrained")
+def _draw(table: Sequence[Column]) -> bytes:
+    """PNG of a bar with its interval for each column and each of the tasks and means that it has."""
+    titles = {task.name: f"{task.title} ({task.group[:2]}.)" for task in TASKS}
+    titles |= {name: f"{name} ({len(members)})" for name, members in MEMBERS.items()}
+    figure = Figure(figsize=(17, 5.5), dpi=110, layout="constrained")
     axes = figure.add_subplot()
-    width, colours = 0.84 / len(table), {True: cycle(COLOURS), False: cycle(_PAPER)}
-    for number, column in enumerate(table):
-        scores = {name: score for name, score in (column.tasks | column.means).items() if name in titles}
+    width = 0.84 / len(table)
+    for number, (column, colour) in enumerate(zip(table, _COLOURS, strict=False)):
+        scores = column.tasks | column.means
         heights = 100 * np.array([score.accuracy for score in scores.values()])
         ends = [(s.interval.low, s.interval.high) if s.interval else (s.accuracy,) * 2 for s in scores.values()]
         errors = np.abs(100 * np.array(ends).reshape(-1, 2).T - heights)
         places = np.array([list(titles).index(name) for name in scores]) + (number - (len(table) - 1) / 2) * width
-        look: dict[str, Any] = {"color": next(colours[bool(column.facts)]), "label": shorten(column.name, 40)}
+        look: dict[str, Any] = {"color": colour, "label": shorten(column.name, 40)}
         axes.bar(places, heights, width, yerr=errors if errors.any() else None, capsize=2, **look)
     axes.set_xticks(range(len(titles)), list(titles.values()), parse_math=False, rotation=45, ha="right")
     axes.set_xlim(-0.6, len(titles) - 0.4)
     axes.set_ylim(0, 100)
     axes.set_ylabel("top-1 accuracy, %")
-    unpublished = dict.fromkeys(name for column in table for name in column.unpublished)
-    axes.set_title("\n".join([f"VTAB-1k: {shown}", *unpublished_warning(list(unpublished))]))
+    axes.set_title("\n".join(["VTAB-1k: top-1 on each test split", *unpublished_warning(table[0].unpublished)]))
     style_axes(axes, "y")
     add_legend(figure, loc="outside lower center", ncols=min(3, len(table)))
     return png(figure)
