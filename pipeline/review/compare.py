@@ -67,10 +67,8 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
 def write_report(folder: Path, files: Mapping[str, bytes | str | None], told: Sequence[str]) -> Path:
     """Write a report, and print what it is (told: kind, lines) and where; returns its HTML file."""
     file = folder / "report.html"
-    # The folder is by default named after runs, and others may have the same names.
-    replaced = " (the earlier one there is replaced)" * file.exists()
     write_files(folder, files, mark=file.name)
-    print(*told[1:], f"{told[0]}: {file}{replaced}", sep="\n")
+    print(*told[1:], f"{told[0]}: {file}", sep="\n")
     return file
 
 
@@ -195,7 +193,6 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
             }
         last = record.last_score
         scores = {"kind of score": last.name if last else "–", "last score": str(last or "–")}
-        scores |= {"best score": str(record.best_score or "–")}
         sections["Runs"][name] |= scores | {"ended": when(record.period[1])}
     sweeps = [replace(record.sweep, name=name) for name, record in records.items() if record.sweep]
     return render(

@@ -284,11 +284,6 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
             yield f"{name} has no score of held-out images, since {held_out.notes[TRAINED_BY]} trained on them."
         if record.status not in ("finished", "") or "finished, but" in record.outcome:
             yield f"Not as planned: {name} ({record.outcome})."
-        if record.num_damaged:
-            yield f"{name}: {record.num_damaged:,} damaged lines of metrics.jsonl are ignored."
-    if len(losses := by_loss(records)) > 1:
-        named = "; ".join(f"{loss}: {listed(names)}" for loss, names in losses.items())
-        yield f"The losses measure different things and cannot be compared ({named})."
     seen = {record.images_seen for record in records.values() if record.images_seen}
     if len(seen) > 1:
         yield (

@@ -257,9 +257,7 @@ def test_runs_of_all_kinds_stand_beside_each_other(tmp_path: Path) -> None:
     assert "| **mean of 19 tasks** | **61.00 [" in page
 
 
-def test_what_a_killed_comparison_leaves_is_no_report_of_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_killed_comparison_leaves_is_no_report_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same command was refused then: "this folder holds a report of a run"."""
     write_run(tmp_path / "a")
     write_run(tmp_path / "b")
@@ -271,9 +269,8 @@ def test_what_a_killed_comparison_leaves_is_no_report_of_a_run(
         kinds.append(kind_of(tmp_path / "out"))
 
     monkeypatch.setattr(os, "replace", watched)
-    for replaced in ("", " (the earlier one there is replaced)"):
+    for _ in range(2):
         compare.run(schema.load(CompareConfig, None, settings))
-        assert capsys.readouterr().out.endswith(f"report.html{replaced}\n")
     assert set(kinds) == {"comparison"}
 
 
