@@ -1,8 +1,6 @@
 """What a sweep runs, stores, refuses and reports; the cells run one after another in this process."""
 
-import errno
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +15,7 @@ from pipeline import model as models
 from pipeline.architecture.pixels import RGB8, RGB_CHANNELS, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.trained_on import TrainedSet
-from pipeline.experiment import engine, vtab
+from pipeline.experiment import vtab
 from pipeline.experiment import vtab_report as report
 from pipeline.experiment.vtab import Sweep, protocol_title, settings_of
 from pipeline.experiment.vtab_cell import SweepJob, VtabCell
@@ -57,24 +55,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory, prepared: list[str]) -> P
 
 def run_nowhere(*_: object) -> Iterable[tuple[int, dict[str, Any]]]:
     raise AssertionError("a cell that is done is run again")
-
-
-def test_a_start_that_ends_before_its_first_file_is_no_other_sweep(
-    prepared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A full disk, or a kill, while the folder is made: the same command can be run again."""
-    opened = Sweep(schema.load(VtabConfig, None, prepared), tmp_path / "out")
-
-    def full(path: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(engine, "replacing", full)
-        with pytest.raises(OSError, match=r"experiment\.json"):
-            opened.claim(opened.specs)
-    opened.claim(opened.specs)
-    opened.claim(opened.specs)
-    assert sorted(path.name for path in opened.folder.iterdir()) == ["experiment.json"]
 
 
 def test_what_is_done_is_not_run_again_and_another_sweep_is_refused(
