@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from pipeline.base.page import COLOURS, Paragraph, PngImage, Table, add_legend, markdown, png, render, style_axes
+from pipeline.base.page import Paragraph, Table, markdown, render
 from pipeline.base.trained_on import TRAINED_BY, not_held_out
-from pipeline.base.words import counted, shorten
+from pipeline.base.words import counted
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds, of_tasks
 from pipeline.experiment.published import PAPER, PROTOCOL, RESNET, SOURCE, Published
 from pipeline.experiment.table import TEMPLATES
@@ -163,11 +162,10 @@ def summary(column: Column) -> str:
 
 def page(column: Column) -> dict[str, bytes | str | None]:
     """The files of the report of a sweep, beside the paper's scores."""
-    table = [column, *map(column_as_published, PAPER)]
-    charts = [PngImage("scores.png", "Accuracy on each task, and means of tasks", _draw(table))]
-    values: dict[str, Any] = {"table": score_table(table), "columns": [column], "paper": PAPER}
+    table = score_table([column, *map(column_as_published, PAPER)])
+    values: dict[str, Any] = {"table": table, "columns": [column], "paper": PAPER}
     source = (SOURCE, RESNET, PROTOCOL)
-    return render(TEMPLATES / "vtab.j2", f"VTAB-1k: {column.name}", charts, source=source, **values)
+    return render(TEMPLATES / "vtab.j2", f"VTAB-1k: {column.name}", source=source, **values)
 
 
 def score_table(table: Sequence[Column]) -> Table:
@@ -218,33 +216,3 @@ def tags_of(facts: dict[str, Any]) -> dict[str, str]:
         "checkpoint_sha256": str(facts["checkpoint"]["sha256"]),
         **({UNPUBLISHED_TAG: ",".join(facts["unpublished"])} if facts.get("unpublished") else {}),
     }
-
-
-# -------------------------------------------------------------------- the chart
-# Greys for the paper's columns.
-_COLOURS = (COLOURS[0], "0.35", "0.55", "0.75")
-
-
-def _draw(table: Sequence[Column]) -> bytes:
-    """PNG of a bar with its interval for each column and each of the tasks and means that it has."""
-    titles = {task.name: f"{task.title} ({task.group[:2]}.)" for task in TASKS}
-    titles |= {name: f"{name} ({len(members)})" for name, members in MEMBERS.items()}
-    figure = Figure(figsize=(17, 5.5), dpi=110, layout="constrained")
-    axes = figure.add_subplot()
-    width = 0.84 / len(table)
-    for number, (column, colour) in enumerate(zip(table, _COLOURS, strict=False)):
-        scores = column.tasks | column.means
-        heights = 100 * np.array([score.accuracy for score in scores.values()])
-        ends = [(s.interval.low, s.interval.high) if s.interval else (s.accuracy,) * 2 for s in scores.values()]
-        errors = np.abs(100 * np.array(ends).reshape(-1, 2).T - heights)
-        places = np.array([list(titles).index(name) for name in scores]) + (number - (len(table) - 1) / 2) * width
-        look: dict[str, Any] = {"color": colour, "label": shorten(column.name, 40)}
-        axes.bar(places, heights, width, yerr=errors if errors.any() else None, capsize=2, **look)
-    axes.set_xticks(range(len(titles)), list(titles.values()), parse_math=False, rotation=45, ha="right")
-    axes.set_xlim(-0.6, len(titles) - 0.4)
-    axes.set_ylim(0, 100)
-    axes.set_ylabel("top-1 accuracy, %")
-    axes.set_title("\n".join(["VTAB-1k: top-1 on each test split", *unpublished_warning(table[0].unpublished)]))
-    style_axes(axes, "y")
-    add_legend(figure, loc="outside lower center", ncols=min(3, len(table)))
-    return png(figure)

