@@ -1,14 +1,13 @@
-"""Command: list the samples of a training step, or the steps of a sample. See `pipeline/review/samples.py`.
+"""Command: list the samples of a training step. See `pipeline/review/samples.py`.
 
-List the samples of a training step, or the steps at which a sample is used. This is computed from the sample order,
-so it needs no log and works for future steps.
+List the samples of a training step. This is computed from the sample order, so it needs no log and works for future
+steps.
 
   python launch/samples.py run=runs/vit_l16 step=100000
-  python launch/samples.py run=runs/vit_l16 step=100000 ranks=64 rank=17 csv=batch.csv sheet=batch.png
-  python launch/samples.py run=runs/vit_l16 sample=n02084071/n02084071_1365
+  python launch/samples.py run=runs/vit_l16 step=100000 csv=batch.csv sheet=batch.png
   python launch/samples.py run=configs/pretrain/vit_l16_imagenet21k.yaml step=1
 
-step counts from 1, as in log lines; epoch, place and rank count from 0. row is the sample's row in the manifest.
+step counts from 1, as in log lines; epoch and place count from 0. row is the sample's row in the manifest.
 The command fails if the data or the excluded samples differ from those of the run.
 """
 

@@ -14,7 +14,7 @@ of a GPU.
           out=runs/vtab_b16 'tasks=[dtd,pets]'
   List the cells and their cost:
       python launch/vtab.py --config configs/vtab/vit_paper.yaml weights=runs/vit_l16 plan=true
-  Minutes instead of hours, by ridge regression (or method=knn) on features:
+  Minutes instead of hours, by ridge regression on features:
       python launch/vtab.py --config configs/vtab/vit_paper.yaml weights=runs/vit_l16 method=linear
   On a Ray cluster whose nodes share a file system (absolute paths), four cells on each GPU:
       ray job submit --working-dir . -- python launch/vtab.py --config configs/vtab/vit_paper.yaml \\

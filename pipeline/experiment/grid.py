@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,23 +18,19 @@ from pipeline.base.page import render
 from pipeline.base.trained_on import TRAINED_BY, not_held_out
 from pipeline.base.words import counted
 from pipeline.cluster.ray_tasks import RunJobs
-from pipeline.data.dataset.manifest import location_and_split, open_dataset
+from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.evaluate.intervals import of_seeds, sample_deviation
 from pipeline.experiment import plan
 from pipeline.experiment.engine import Experiment, ExperimentAnswer, sources_of
 from pipeline.experiment.page import facts_of_splits, tags_of_folder
-from pipeline.experiment.rate_figures import draw_rates
 from pipeline.experiment.spec import SCORES_FILE, RunSpec, ScoresFile, make_spec
 from pipeline.experiment.table import TEMPLATES, TO_RUN, Row
 from pipeline.model.files import find_file
-from pipeline.monitor.metrics_file import accepted_name
 from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import RunFacts, hide_passwords
-from pipeline.settings import schema
 from pipeline.settings.commands.reports import GridConfig
-from pipeline.settings.commands.weights import ScoreConfig
 
 
 def run(config: GridConfig, run_jobs: RunJobs | None = None) -> dict[str, Any] | None:
@@ -42,8 +38,8 @@ def run(config: GridConfig, run_jobs: RunJobs | None = None) -> dict[str, Any] |
     was asked for.
 
     Its keys: lr (the chosen one), trials (lr, top1 on dev, loss; or lr, diverged: reason), runs (seed, top1), the
-    `summary_of` these, also (data set -> the same). Shares are in [0, 1]. Raises UserError when a run fails or all
-    trials diverge; exits with code 75 when a run was asked to stop.
+    `summary_of` these. Shares are in [0, 1]. Raises UserError when a run fails or all trials diverge; exits with code
+    75 when a run was asked to stop.
     """
     return plan.start(Grid, config, run_jobs)
 
@@ -58,19 +54,18 @@ class Grid(Experiment):
     def __init__(self, config: GridConfig) -> None:
         self.config, self.folder, self.notes = config, Path(config.out) / config.name, []
         seed = config.seeds[0]
-        trials = [make_run(config, config.trial_name(lr), lr, seed, config.dev_share) for lr in config.lr]
+        trials = [make_run(config, f"lr-{lr:g}", lr, seed, config.dev_share) for lr in config.lr]
         final = make_run(config, "final", config.lr[0], seed, dev_share=0.0)  # To be refused before the trials.
         self.rates = {trial.name: trial.config.optimizer.lr for trial in trials}
         self.run_config = trials[0].config
         self.dataset = open_dataset(self.run_config.data.path)
-        facts, self._match_classes = _check_data(trials[0], config)
+        facts = _check_data(trials[0], config)
         self.num_train = facts[0.0]["data_size"]
         self.specs = [replace(trial, facts=facts[config.dev_share]) for trial in trials]
         for seed in config.seeds:
             choose = partial(self._choose, seed)
             name, needs = f"final-seed-{seed}", tuple(self.rates)
             self.specs.append(replace(final, name=name, needs=needs, choose=choose, facts=facts[0.0]))
-        self._also: dict[str, Any] = {}
         self.shared = sources_of(trials)
 
     def _choose(self, seed: int, rows: Mapping[str, Row]) -> RunSpec | None:
@@ -97,17 +92,9 @@ class Grid(Experiment):
             raise UserError(f"{lost[0].folder}: {lost[0].reason} Or leave its learning rate out of lr.")
         finals = [row for row in rows if row.group == "finals" and row.state == "done"]
         answer = ExperimentAnswer({"runs_done": len(tried) + len(finals)})
-        best = best_rate(tried) if finals else None
-        accuracies = {trial["lr"]: trial.get("top1", np.nan) for trial in tried}
-        about = "without a point: diverged; dotted: the chosen one"
-        pictures = [draw_rates({"dev": [accuracies]}, about, best)] if tried else []
-        answer.files = {picture.name: picture.png for picture in pictures}
-        if best is None or len(finals) < len(config.seeds):
+        if len(finals) < len(config.seeds):
             return answer
-        names = data_names(config.also)
-        for entry, name in names.items():
-            if entry not in self._also:
-                self._also[entry] = _scores_on(entry, name, finals, self._match_classes[entry])
+        best = best_rate(tried)
         num = finals[0].num_test["top1"]
         runs = [
             {
@@ -129,19 +116,17 @@ class Grid(Experiment):
             "trials": tried,
             "runs": runs,
             **summary_of([row.scores["top1"] for row in finals], num),
-            "also": self._also,
             "num_train": self.num_train,
         }
         answer.metrics |= {"top1": result["top1"], "best_lr": best}
         answer.metrics |= {"top1_std": result["std"]} if result["std"] is not None else {}
-        answer.metrics |= {f"top1_{name}": self._also[entry]["top1"] for entry, name in names.items()}
         spread = "" if result["std"] is None else f" ± {100 * result['std']:.2f} (standard deviation)"
         answer.summary = (
             f"**Result**: {100 * result['top1']:.2f} % top-1{spread} on {result['split']},"
             f" {counted(len(runs), 'seed')}, with learning rate {best:g}."
         )
         title = f"{config.name}: {100 * result['top1']:.2f} % top-1"
-        answer.files |= render(TEMPLATES / "grid.j2", title, pictures, result=result, not_held_out=not_held_out)
+        answer.files |= render(TEMPLATES / "grid.j2", title, result=result, not_held_out=not_held_out)
         answer.files["results.json"] = json.dumps(result, indent=1, ensure_ascii=False)
         answer.result = result
         return answer
@@ -161,7 +146,7 @@ class Grid(Experiment):
         return RunFacts(
             config.name,
             "grid",
-            {name: getattr(config, name) for name in ("run", "settings", "lr", "seeds", "dev_share", "also")},
+            {name: getattr(config, name) for name in ("run", "settings", "lr", "seeds", "dev_share")},
             {"weights": weights, **tags_of_folder(self.folder, dataset)},
             facts_of_splits(dataset, run.data),
             description,
@@ -189,11 +174,9 @@ def make_run(config: GridConfig, name: str, lr: float, seed: int, dev_share: flo
     return run
 
 
-def _check_data(trial: RunSpec, config: GridConfig) -> tuple[dict[float, dict[str, Any]], dict[str, bool]]:
-    """Returns (facts of the runs with each dev_share, whether the classes of each of config.also are matched by name:
-    those with other names are by number).
-
-    Raises UserError for splits and data sets that would fail in the final runs, after days.
+def _check_data(trial: RunSpec, config: GridConfig) -> dict[float, dict[str, Any]]:
+    """The facts of the runs with each dev_share. Raises UserError for splits that would fail in the final runs, after
+    days.
     """
     run, settings = trial.config, trial.config.data
     if not run.needs_labels:
@@ -215,21 +198,7 @@ def _check_data(trial: RunSpec, config: GridConfig) -> tuple[dict[float, dict[st
             f"data.eval_split = {settings.eval_split} is trained on, but the final runs are scored on it. Name another"
             " split."
         )
-    data_names(config.also)
-    names, matched = opened.dataset.classes, {}
-    for data in config.also:
-        path, split = location_and_split(data)
-        other = open_dataset(path)
-        other.split(split or "val")
-        matched[data] = set(other.classes) <= set(names)
-        moved = [name for n, name in enumerate(other.classes) if name in names and names.index(name) != n]
-        if not matched[data] and (moved or len(other.classes) != len(names)):
-            raise UserError(
-                f"also: the {counted(len(other.classes), 'class')} of {data} must be among the {len(names):,} of"
-                f" {settings.path}, or as many in the same order (class_list of launch/shard.py)"
-                + (f", in which {moved[0]!r} has another number." if moved else ".")
-            )
-    return facts, matched
+    return facts
 
 
 def _refuse_other_weights(rows: Sequence[Row]) -> None:
@@ -261,44 +230,3 @@ def summary_of(accuracies: list[float], num_test: int) -> dict[str, Any]:
     interval = of_seeds(accuracies, num_test) if len(accuracies) > 1 else None
     ends = [interval.low, interval.high] if interval else None
     return {"top1": float(np.mean(accuracies)), "std": sample_deviation(accuracies), "interval": ends}
-
-
-def _scores_on(data: str, name: str, finals: Sequence[Row], match_classes: bool) -> dict[str, Any]:
-    """Scores of the final runs on another data set, `folder` or `folder:split`. name: of the folder of each one's
-    report.
-    """
-    from pipeline.evaluate import score_report  # Late: the import takes seconds.
-
-    path, split = location_and_split(data)
-    found = []
-    for final in finals:
-        settings = [
-            f"weights={final.folder}",
-            f"data={path}",
-            f"split={split or 'val'}",
-            f"out={final.folder}/evaluate/{name}",
-            "shots=0",
-            f"match_classes={json.dumps(match_classes)}",
-        ]
-        found.append(score_report.run(schema.load(ScoreConfig, None, settings)))
-    accuracies, num = [scores["top1"] for scores in found], found[0]["num_samples"]
-    return {**summary_of(accuracies, num), "of_seeds": accuracies, "num_samples": num}
-
-
-def data_names(entries: Sequence[str]) -> dict[str, str]:
-    """Entry, `folder` or `folder:split` -> its name in metrics and in <run>/evaluate, as "pets_test": that of its last
-    folder, or of as many above it as tell it apart from the others. Raises UserError where none do.
-    """
-    # Once, because it may ask the store of a URL.
-    found = {entry: location_and_split(entry) for entry in entries}
-    parts = {e: PurePosixPath(path.rpartition("://")[2].partition("?")[0]).parts for e, (path, _) in found.items()}
-    for depth in range(1, 1 + max(map(len, parts.values()), default=1)):
-        names = {
-            entry: accepted_name("_".join([*parts[entry][-depth:], split or "val"]).replace("/", "").replace(":", "_"))
-            for entry, (_, split) in found.items()
-        }
-        if len(set(names.values())) == len(names):
-            return names
-    raise UserError(
-        f"also: the scores on {' and '.join(entries)} would have one name. Leave one out, or rename a folder."
-    )

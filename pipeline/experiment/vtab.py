@@ -23,20 +23,16 @@ from pipeline.architecture.pixels import RGB8
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
-from pipeline.base.trained_on import not_held_out, recorded, trained_by
+from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted
 from pipeline.cluster.ray_tasks import RunJobs, shared_path
-from pipeline.data.dataset.dedup_report import DEDUP_REPORT, read_dedup_report
-from pipeline.data.dataset.manifest import INFO, Dataset, location_and_split, open_dataset
-from pipeline.data.storage.bucket import to_path
+from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
 from pipeline.data.storage.checksums import digest_of
 from pipeline.evaluate.loaded_model import output_folder
 from pipeline.experiment import engine, vtab_report
 from pipeline.experiment.engine import Experiment, ExperimentAnswer, read_note, with_note
 from pipeline.experiment.page import PARENT_TAG, ExperimentPage
 from pipeline.experiment.plan import CostEstimate, plan_lines
-from pipeline.experiment.published import PAPER
-from pipeline.experiment.rate_figures import draw_rates, rates_of_groups
 from pipeline.experiment.table import TO_RUN, Row, read_table
 from pipeline.experiment.vtab_cell import (
     ALL,
@@ -50,7 +46,7 @@ from pipeline.experiment.vtab_cell import (
     view_of,
     warmup_steps,
 )
-from pipeline.experiment.vtab_report import TITLES, column_as_published, column_of, unpublished_warning
+from pipeline.experiment.vtab_report import TITLES, column_of, unpublished_warning
 from pipeline.experiment.vtab_tasks import TASKS, Task
 from pipeline.model import files, published
 from pipeline.monitor.mlflow.state import last_uri, run_of_weights, sent_to, tracked_folder_of
@@ -71,8 +67,7 @@ _PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "vtab"
 def run(config: VtabConfig) -> dict[str, Any] | None:
     """Score weights as Ray tasks. Returns as `run_sweep`."""
     config = with_local_weights(config)
-    given = [("weights", config.weights), ("data", config.data), *(("pretrained_on", p) for p in config.pretrained_on)]
-    for name, path in given:
+    for name, path in (("weights", config.weights), ("data", config.data)):
         # Weights of the Hugging Face hub are in the cache of each node.
         if name != "weights" or not published.is_of_hub(path):
             shared_path(name, path)
@@ -146,7 +141,10 @@ class Sweep(Experiment):
         ]
         self.unpublished = _unpublished(self.datasets)
         self.notes += unpublished_warning(self.unpublished)
-        self.contamination = _contamination(self, weights.extra)
+        sets = recorded(weights.extra)
+        runs = {name: trained_by(sets, dataset.fingerprint, TEST) for name, dataset in self.datasets.items()}
+        self.trained_by = {name: names for name, names in runs.items() if names}
+        self.notes += [f"{name}: {not_held_out(TEST, names)}" for name, names in self.trained_by.items()]
         data = {f"data.{name}": dataset.fingerprint for name, dataset in self.datasets.items()}
         self.shared = {"checkpoint_sha256": self.sha256, **data}
         settings: list[Setting | None] = [*settings_of(protocol)]
@@ -232,7 +230,7 @@ class Sweep(Experiment):
             "val_accuracy": spec.val_accuracy,
             "data": spec.fingerprint,
             "published": spec.group not in self.unpublished,
-            "copies": self.contamination[spec.group],
+            TRAINED_BY: self.trained_by.get(spec.group),
         }
         row = Row(spec.name, spec.group, spec.seed, settings=settings, **spec.facts)
         try:
@@ -241,7 +239,7 @@ class Sweep(Experiment):
             return with_note(row, read_note(self.folder, spec.name))
         except UserError as error:
             return replace(row, state="damaged", reason=str(error))
-        chosen = {name: found.get(name) for name in ("val_accuracy", "l2", "neighbours", "diverged", "device")}
+        chosen = {name: found.get(name) for name in ("val_accuracy", "l2", "diverged", "device")}
         return replace(
             row,
             state="done",
@@ -272,7 +270,7 @@ class Sweep(Experiment):
                 "run_id": run_of_weights(self.named),
             },
             "data": {task: settings["data"] for task, settings in of_task.items()},
-            "contamination": {task: settings.get("copies") for task, settings in of_task.items()},
+            TRAINED_BY: {task: runs for task, settings in of_task.items() if (runs := settings.get(TRAINED_BY))},
             "unpublished": [task for task, settings in of_task.items() if not settings["published"]],
             "scores": [_score(row) for _, row in sorted(scored.items())],
             "failed": [
@@ -285,7 +283,7 @@ class Sweep(Experiment):
 
     def answer(self, rows: Sequence[Row]) -> ExperimentAnswer:
         results = self.results(rows)
-        column = column_of(self.folder.name, results)
+        column = column_of(f"{self.config.method} by {results['protocol']['name']}", results)
         states = [row.state for row in rows]
         metrics = {f"cells_{state}": float(states.count(state)) for state in ("done", "failed")}
         metrics["cells_diverged"] = float(sum(bool(row.settings.get("diverged")) for row in rows))
@@ -293,14 +291,8 @@ class Sweep(Experiment):
             metrics |= vtab_report.metrics_of(column)
         answer = ExperimentAnswer(metrics, result=results)
         answer.files = {"results.json": json.dumps(results, indent=1, ensure_ascii=False) + "\n"}
-        searched = [row for row in rows if row.state == "done" and row.settings["stage"] == "search"]
-        rates = []
-        if len({row.settings["learning_rate"] for row in searched}) > 1:
-            about = "the best of the other settings; a cell that diverged counts as 0"
-            rates = [draw_rates(rates_of_groups(searched), about)]
-        answer.files |= {picture.name: picture.png for picture in rates}
         if column.tasks:
-            answer.files |= vtab_report.page([column, *map(column_as_published, PAPER)], rates)
+            answer.files |= vtab_report.page(column)
             answer.summary = vtab_report.summary(column)
         return answer
 
@@ -317,8 +309,8 @@ class Sweep(Experiment):
         datasets = []
         for task, dataset in self.datasets.items():
             training, test = (split_facts(task, dataset, *of) for of in ((ALL, "training"), (TEST, "evaluation")))
-            copies = self.contamination[task]
-            test.notes["copies_in_pretraining_data"] = "not searched" if copies is None else str(copies)
+            if task in self.trained_by:
+                test.notes[TRAINED_BY] = self.trained_by[task]
             datasets += [training, test]
         weights = Path(config.weights)
         return RunFacts(
@@ -339,7 +331,7 @@ class Sweep(Experiment):
 def _score(row: Row) -> dict[str, Any]:
     """A row of `scores` in results.json."""
     chosen = {name: row.settings.get(name) for name in ("learning_rate", "weight_decay", "val_accuracy")}
-    chosen |= {name: row.settings[name] for name in ("l2", "neighbours") if row.settings.get(name) is not None}
+    chosen |= {"l2": row.settings["l2"]} if "l2" in row.settings else {}
     about = {"task": row.group, "seed": row.seed, "accuracy": row.scores["accuracy"]}
     return {**about, "num_test": row.num_test["accuracy"], "steps": row.steps or None, **chosen}
 
@@ -428,57 +420,3 @@ def protocol_title(protocol: ProtocolConfig) -> str:
     then, now = (schema.flatten(schema.to_dict(settings)) for settings in (published, protocol))
     changed = [name for name in now if now[name] != then[name]]
     return f"{protocol.name}, changed: {', '.join(changed)}" if changed else protocol.name
-
-
-def _contamination(sweep: Sweep, extra: dict[str, Any]) -> dict[str, int | None]:
-    """Task -> number of its test images that the weights were trained on, or else of pre-training images marked as
-    copies of these. extra: of the weights.
-
-    None if copies were not searched for in all sets that the weights were trained on.
-    """
-    sets = recorded(extra)
-    total: dict[str, int | None] = dict.fromkeys(sweep.datasets)
-    if sweep.config.pretrained_on:
-        total = _copies(sweep, {(one.fingerprint, one.split): one.name for one in sets})
-    for task, dataset in sweep.datasets.items():
-        if runs := trained_by(sets, dataset.fingerprint, TEST):
-            total[task] = dataset.info["samples"][TEST]
-            print(f"{task}: {not_held_out(TEST, runs)}", flush=True)
-    return total
-
-
-def _copies(sweep: Sweep, trained: dict[tuple[str, str], str]) -> dict[str, int | None]:
-    """The copies in all of config.pretrained_on together, as `_contamination`. trained: (fingerprint, split) -> name,
-    as far as known.
-    """
-    copies: dict[tuple[str, str], dict[str, int]] = {}
-    for name in sweep.config.pretrained_on:
-        place, named = location_and_split(name)
-        try:
-            report = read_dedup_report(to_path(place))
-        except (FileNotFoundError, NotADirectoryError):
-            raise UserError(
-                f"{to_path(place) / DEDUP_REPORT} is missing. Make it with launch/dedup.py data={place} against=..."
-            ) from None
-        digest = report.data.fingerprint
-        one = digest, named or next((split for of, split in trained if of == digest), "train")
-        if trained and one not in trained:
-            listed = ", ".join(f"{title}:{split}" for (_, split), title in trained.items())
-            raise UserError(f"pretrained_on = {name} is {':'.join(one)}, but the weights were trained on {listed}.")
-        if not (is_searched := report.data.is_split(one[1])):
-            print(
-                f"note: {place} was searched for copies in {report.data.name}, so those in its split {one[1]} count as"
-                f" not searched. Search it with launch/dedup.py data={place} split={one[1]} against=..., or name the"
-                f" split of the weights: {place}:SPLIT",
-                flush=True,
-            )
-        tests = report.against if report.marked and is_searched else []
-        copies[one] = {part.fingerprint: part.copies for part in tests if part.name.endswith(f":{TEST}")}
-    if left := [f"{name}:{one[1]}" for one, name in trained.items() if one not in copies]:
-        raise UserError(f"pretrained_on: the weights were trained on {', '.join(left)}, too. Name all: [FOLDER,FOLDER]")
-    digests = {task: dataset.fingerprint for task, dataset in sweep.datasets.items()}
-    found = copies.values()
-    return {
-        task: sum(of[digest] for of in found) if all(digest in of for of in found) else None
-        for task, digest in digests.items()
-    }

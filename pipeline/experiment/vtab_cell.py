@@ -38,7 +38,6 @@ from pipeline.data.storage.checksums import digest_of
 from pipeline.evaluate.classify import extract, label_table, predict, score
 from pipeline.evaluate.loaded_model import check_outputs
 from pipeline.evaluate.probes import fewshot
-from pipeline.evaluate.probes.knn import knn_predict
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.experiment.vtab_tasks import Task
 from pipeline.model import Model
@@ -256,9 +255,7 @@ class _PlainTrainer:
 
 
 def probe(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch.device) -> dict[str, Any]:
-    """Score ridge regression (l2) or nearest neighbours (their number) on features: chosen on val200, then scored on
-    test.
-    """
+    """Score ridge regression on features, with the strength (l2) that is best on val200."""
     protocol = config.protocol
     size, augment = view_of(protocol, cell.task)
     model = models.load(config.weights, image_size=size, num_classes=0, pixels=RGB8).to(device)
@@ -272,23 +269,15 @@ def probe(cell: VtabCell, config: VtabConfig, dataset: Dataset, device: torch.de
         values[name], labels[name] = seen.values, label_table(split)[:, 0]
     # train800val200 consists of these two.
     values[ALL], labels[ALL] = (np.concatenate([part[TRAIN], part[VAL]]) for part in (values, labels))
+    ridges = {train: fewshot.fit(values[train], labels[train], dataset.num_classes) for train in (TRAIN, ALL)}
 
-    fits = (TRAIN, ALL) if config.method == "linear" else ()
-    ridges = {train: fewshot.fit(values[train], labels[train], dataset.num_classes) for train in fits}
+    def accuracy(l2: float, train: str, tested: str) -> float:
+        return float((ridges[train](values[tested], l2).argmax(1) == labels[tested]).mean())
 
-    def accuracy(choice: float, train: str, tested: str) -> float:
-        if config.method == "linear":
-            found = ridges[train](values[tested], choice).argmax(1)
-        else:
-            x, y, tests = map(torch.from_numpy, (values[train], labels[train], values[tested]))
-            found = knn_predict(x, y, tests, dataset.num_classes, int(choice), protocol.temperature).argmax(1).numpy()
-        return float((found == labels[tested]).mean())
-
-    name, choices = ("l2", protocol.l2) if config.method == "linear" else ("neighbours", protocol.neighbours)
-    tried = {choice: accuracy(choice, TRAIN, VAL) for choice in choices}
-    best = max(tried, key=lambda choice: (tried[choice], -choice))
+    tried = {l2: accuracy(l2, TRAIN, VAL) for l2 in protocol.l2}
+    best = max(tried, key=lambda l2: (tried[l2], -l2))
     outcome = {"accuracy": accuracy(best, ALL, TEST), "num_images": len(values[TEST]), "steps": None}
-    return {**outcome, "val_accuracy": tried[best], name: best}
+    return {**outcome, "val_accuracy": tried[best], "l2": best}
 
 
 def view_of(protocol: ProtocolConfig, task: Task) -> tuple[int, AugmentConfig]:

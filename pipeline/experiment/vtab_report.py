@@ -1,29 +1,21 @@
-"""The table of VTAB-1k sweeps beside the paper's scores, read from their results.json, and its report: Markdown, HTML,
-CSV, and bar charts. No mean over incomplete groups.
+"""The table of VTAB-1k sweeps beside the paper's scores, from their results.json, and the report of a sweep. No mean
+over incomplete groups.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from pipeline.base import json_record
-from pipeline.base.errors import UserError
-from pipeline.base.files import table_csv
-from pipeline.base.page import COLOURS, Paragraph, PngImage, Table, add_legend, markdown, png, render, style_axes
-from pipeline.base.words import counted, missing, shorten
-from pipeline.data.storage.atomic import write_files
+from pipeline.base.page import Paragraph, Table, markdown, render
+from pipeline.base.trained_on import TRAINED_BY, not_held_out
+from pipeline.base.words import counted
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds, of_tasks
 from pipeline.experiment.published import PAPER, PROTOCOL, RESNET, SOURCE, Published
 from pipeline.experiment.table import TEMPLATES
 from pipeline.experiment.vtab_tasks import GROUPS, TASKS
-from pipeline.process.outputs import hold, try_output
 from pipeline.settings import schema
-from pipeline.settings.commands.reports import VtabReportConfig
 
 TITLES = {task.name: task.title for task in TASKS}
 OVERALL = "mean of 19 tasks"
@@ -32,7 +24,6 @@ MEMBERS: dict[str, list[str]] = {
     **{group: [task.name for task in TASKS if task.group == group] for group in GROUPS},
     OVERALL: [task.name for task in TASKS],
 }
-RESULTS_FILE = "results.json"
 # MLflow tag of a sweep: the tasks that were not made from the published files.
 UNPUBLISHED_TAG = "not_published_files"
 
@@ -73,7 +64,7 @@ class Column:
 
     def choice(self, task: str) -> str:
         """What was chosen for a task, in words; all choices if the seeds differ."""
-        names = ("learning_rate", "weight_decay", "steps", "l2", "neighbours", "val_accuracy")
+        names = ("learning_rate", "weight_decay", "steps", "l2", "val_accuracy")
         texts = set[str]()
         for score in self.facts["scores"]:
             if score["task"] == task:
@@ -86,6 +77,8 @@ class Column:
         """Lines that say which scores are not VTAB's, and which tasks have none and why."""
         for line in unpublished_warning(self.unpublished):
             yield f"{self.name}: {line}"
+        for name, runs in self.facts.get(TRAINED_BY, {}).items():
+            yield f"{self.name}, {TITLES[name]}: {not_held_out('test', runs)}."
         if absent := [name for name in TITLES if name not in self.tasks]:
             reasons = dict.fromkeys(self.facts["missing"], "not prepared")
             reasons |= {cell["task"]: "failed" for cell in self.facts["failed"]}
@@ -105,12 +98,9 @@ class Column:
         """What was chosen for each task, and the images that it was scored on."""
         rows = []
         for name, score in self.tasks.items():
-            copies = self.facts["contamination"].get(name)
-            searched = "not searched" if copies is None else f"{copies:,}"
             data = self.facts["data"].get(name, "")[:16]
-            rows.append((TITLES[name], self.choice(name), f"{score.num_seeds}", f"{score.num_test:,}", searched, data))
-        header = ("task", "chosen", "seeds", "test images", "copies of these in pre-training data", "data fingerprint")
-        return Table(header, rows)
+            rows.append((TITLES[name], self.choice(name), f"{score.num_seeds}", f"{score.num_test:,}", data))
+        return Table(("task", "chosen", "seeds", "test images", "data fingerprint"), rows)
 
 
 def unpublished_warning(tasks: Sequence[str]) -> list[str]:
@@ -121,17 +111,6 @@ def unpublished_warning(tasks: Sequence[str]) -> list[str]:
         "Not VTAB-1k scores, because made from other files than the published ones (†):"
         f" {', '.join(TITLES[name] for name in tasks)}."
     ]
-
-
-def read_results(path: Path) -> dict[str, Any]:
-    """Read results.json; path: the file, or a sweep's folder. Raises UserError when it is missing or damaged."""
-    file = path / RESULTS_FILE if path.is_dir() else path
-    try:
-        return json_record.read(file, dict[str, Any])
-    except FileNotFoundError:
-        raise UserError(missing(file, way_out="Name the folder of a sweep of launch/vtab.py.")) from None
-    except UserError as error:
-        raise UserError(f"{error} Run its launch/vtab.py again: that writes the file anew from its cells.") from None
 
 
 def column_of(name: str, results: dict[str, Any]) -> Column:
@@ -150,24 +129,6 @@ def column_as_published(published: Published) -> Column:
     shares = zip(TASKS, published.tasks, strict=True)
     scores = [{"task": task.name, "seed": 0, "accuracy": value / 100, "num_test": 0} for task, value in shares]
     return replace(column_of(published.name, {"scores": scores}), facts={})
-
-
-def columns(sweeps: Sequence[Path], names: Sequence[str] = ()) -> list[Column]:
-    """The sweeps' columns, in the order given, then the paper's. Raises UserError for a sweep that cannot be read."""
-    read = [read_results(path) for path in sweeps]
-    names = names or [default_name(path, results) for path, results in zip(sweeps, read, strict=True)]
-    # Sweeps of the same name get a number.
-    unique = [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names, 1)]
-    return [*map(column_of, unique, read), *map(column_as_published, PAPER)]
-
-
-def default_name(sweep: Path, results: dict[str, Any]) -> str:
-    """Name of the sweep's folder, with the protocol if it is a changed one: the folder may have the published one's
-    name.
-    """
-    folder = sweep if sweep.suffix != ".json" else sweep.parent
-    protocol = results["protocol"]["name"]
-    return folder.resolve().name + (f" ({protocol})" if "," in protocol else "")
 
 
 def _mean_of(tasks: list[dict[int, dict[str, Any]]]) -> TableScore:
@@ -194,43 +155,17 @@ def _mean_of(tasks: list[dict[int, dict[str, Any]]]) -> TableScore:
 
 
 # -------------------------------------------------------------------- the report
-def run(config: VtabReportConfig) -> list[Column]:
-    """Write the report of `config.sweeps`; returns the columns of its table, ours first.
-
-    Raises UserError for a sweep that cannot be read, before anything is written.
-    """
-    sweeps = [Path(sweep) for sweep in config.sweeps]
-    table = columns(sweeps, config.names)
-    first = sweeps[0] if sweeps[0].suffix != ".json" else sweeps[0].parent
-    folder = Path(config.out) if config.out else first / "report"
-    try_output("out", folder, holds="report of sweeps")
-    hold(folder)
-    # scores.csv first: with report.html alone, the folder would be one of launch/report.py.
-    files = {"scores.csv": table_csv(list(_scores(table))), **page(table)}
-    write_files(folder, files, mark="report.html")
-    print(f"{summary(table[0])}\nreport: {folder / 'report.md'}")
-    return table
-
-
 def summary(column: Column) -> str:
     """The scores of a sweep, with its caveats, as Markdown."""
     return markdown(column.name, [*map(Paragraph, column.caveats()), score_table([column])])
 
 
-def page(table: Sequence[Column], pictures: Sequence[PngImage] = ()) -> dict[str, bytes | str | None]:
-    """The files of the report. pictures: below the charts."""
-    means = {name: f"{name} ({len(members)})" for name, members in MEMBERS.items()}
-    tasks = {task.name: f"{task.title} ({task.group[:2]}.)" for task in TASKS}
-    charts = [
-        PngImage("means.png", "Means of tasks", _draw(table, means, (9, 5), "unweighted means over tasks")),
-        PngImage("tasks.png", "Accuracy on each task", _draw(table, tasks, (15, 5.5), "top-1 on each test split")),
-    ]
-    ours = [column for column in table if column.facts]
-    values: dict[str, Any] = {"table": score_table(table), "differing": _of_other_data(ours), "paper": PAPER}
+def page(column: Column) -> dict[str, bytes | str | None]:
+    """The files of the report of a sweep, beside the paper's scores."""
+    table = score_table([column, *map(column_as_published, PAPER)])
+    values: dict[str, Any] = {"table": table, "columns": [column], "paper": PAPER}
     source = (SOURCE, RESNET, PROTOCOL)
-    return render(
-        TEMPLATES / "vtab.j2", f"VTAB-1k: {table[0].name}", [*charts, *pictures], columns=ours, source=source, **values
-    )
+    return render(TEMPLATES / "vtab.j2", f"VTAB-1k: {column.name}", source=source, **values)
 
 
 def score_table(table: Sequence[Column]) -> Table:
@@ -263,33 +198,6 @@ def _text(column: Column, name: str) -> str:
     return f"– ({sum(task in column.tasks for task in members)} of {len(members)})" if members else "–"
 
 
-def _of_other_data(ours: Sequence[Column]) -> list[str]:
-    """Titles of the tasks that two sweeps scored on different data sets."""
-    data = {name: {column.facts["data"].get(name) for column in ours if name in column.tasks} for name in TITLES}
-    return [TITLES[name] for name, fingerprints in data.items() if len(fingerprints - {None}) > 1]
-
-
-def _scores(table: Sequence[Column]) -> Iterator[dict[str, Any]]:
-    """Rows of scores.csv, with a row for each task and mean of each column, in per cent; unknown values are empty."""
-    groups = {task.name: task.group for task in TASKS}
-    for column in table:
-        for name, score in (column.tasks | column.means).items():
-            interval = score.interval
-            yield {
-                "model": column.name,
-                "kind": "task" if name in groups else "mean",
-                "name": "all" if name == OVERALL else name,
-                "group": groups.get(name, ""),
-                "accuracy": f"{100 * score.accuracy:.4f}",
-                "low": f"{100 * interval.low:.4f}" if interval else "",
-                "high": f"{100 * interval.high:.4f}" if interval else "",
-                "interval": interval.over if interval else "",
-                "seeds": score.num_seeds or "",
-                "test_images": score.num_test or "",
-                "published_files": int(not column.mark(name)),
-            }
-
-
 def metrics_of(column: Column) -> dict[str, float]:
     """Accuracies of tasks and means, for a tracker."""
     metrics = {f"task_{name}": score.accuracy for name, score in column.tasks.items()}
@@ -300,43 +208,11 @@ def metrics_of(column: Column) -> dict[str, float]:
 
 def tags_of(facts: dict[str, Any]) -> dict[str, str]:
     """Tags that say what a sweep was made of. facts: content of its results.json."""
-    copies = [count for count in facts["contamination"].values() if count is not None]
     return {
         "protocol": facts["protocol"]["name"],
         "protocol_sha256": facts["protocol"]["sha256"],
         "method": facts["method"],
         "checkpoint": str(facts["checkpoint"]["path"]),
         "checkpoint_sha256": str(facts["checkpoint"]["sha256"]),
-        "contamination": str(sum(copies)) if copies else "not searched",
         **({UNPUBLISHED_TAG: ",".join(facts["unpublished"])} if facts.get("unpublished") else {}),
-        **{f"data.{task}": str(fingerprint) for task, fingerprint in facts["data"].items()},
     }
-
-
-# -------------------------------------------------------------------- charts
-# Greys for the paper's columns.
-_PAPER = ("0.35", "0.55", "0.75")
-
-
-def _draw(table: Sequence[Column], titles: Mapping[str, str], size: tuple[float, float], shown: str) -> bytes:
-    """PNG of a bar with its interval for each column and each of the tasks or means that it has. titles: of these."""
-    figure = Figure(figsize=size, dpi=110, layout="constrained")
-    axes = figure.add_subplot()
-    width, colours = 0.84 / len(table), {True: cycle(COLOURS), False: cycle(_PAPER)}
-    for number, column in enumerate(table):
-        scores = {name: score for name, score in (column.tasks | column.means).items() if name in titles}
-        heights = 100 * np.array([score.accuracy for score in scores.values()])
-        ends = [(s.interval.low, s.interval.high) if s.interval else (s.accuracy,) * 2 for s in scores.values()]
-        errors = np.abs(100 * np.array(ends).reshape(-1, 2).T - heights)
-        places = np.array([list(titles).index(name) for name in scores]) + (number - (len(table) - 1) / 2) * width
-        look: dict[str, Any] = {"color": next(colours[bool(column.facts)]), "label": shorten(column.name, 40)}
-        axes.bar(places, heights, width, yerr=errors if errors.any() else None, capsize=2, **look)
-    axes.set_xticks(range(len(titles)), list(titles.values()), parse_math=False, rotation=45, ha="right")
-    axes.set_xlim(-0.6, len(titles) - 0.4)
-    axes.set_ylim(0, 100)
-    axes.set_ylabel("top-1 accuracy, %")
-    unpublished = dict.fromkeys(name for column in table for name in column.unpublished)
-    axes.set_title("\n".join([f"VTAB-1k: {shown}", *unpublished_warning(list(unpublished))]))
-    style_axes(axes, "y")
-    add_legend(figure, loc="outside lower center", ncols=min(3, len(table)))
-    return png(figure)

@@ -38,7 +38,6 @@ Holds = Literal[
     "verification",
     "statistics",
     "comparison",
-    "report of sweeps",
     "report of a run",
     "segmentation",
 ]
@@ -51,8 +50,7 @@ _MARKS: dict[Holds, tuple[str, ...]] = {
     "explanation": ("explain.json",),
     "verification": ("report.json", "damage.csv"),
     "statistics": ("stats.json",),
-    "comparison": ("runs.parquet",),
-    "report of sweeps": ("scores.csv",),
+    "comparison": ("pairs.csv",),
     "report of a run": ("report.html",),
     "segmentation": ("segmentation.json",),
 }

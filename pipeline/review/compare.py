@@ -1,12 +1,10 @@
-"""Compares any number of runs: what can be compared, what differs, curves, scores at equal budgets, and what is more
-than noise.
-"""
+"""Compares any number of runs: what can be compared, what differs, curves, and what is more than noise."""
 
 import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,10 @@ from pipeline.base.words import aligned, shorten
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.differences import LEVEL, in_words
 from pipeline.evaluate.intervals import of_seeds
+from pipeline.experiment.table import TEMPLATES
+from pipeline.experiment.vtab_report import score_table
 from pipeline.process.outputs import hold, try_output
-from pipeline.review.budgets import FLOPS, IMAGES, at_equal_budget, curves, in_units
+from pipeline.review.curves import curves
 from pipeline.review.reader import read
 from pipeline.review.record import RunRecord, best_first
 from pipeline.review.statistics import (
@@ -31,7 +31,7 @@ from pipeline.review.statistics import (
     pairs_of,
     scored_on,
 )
-from pipeline.review.table import as_parquet, differences, row, settings_that_differ
+from pipeline.review.table import differences, row, settings_that_differ
 from pipeline.settings.commands.reports import CompareConfig
 
 _TEMPLATE = Path(__file__).parent / "templates" / "comparison.j2"
@@ -57,8 +57,7 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
     pairs = [_pair_row(pair) for group in groups for pair in group.pairs]
     files: dict[str, bytes | str | None] = {
         # First: with report.html alone, the folder would be one of launch/report.py.
-        "runs.parquet": as_parquet(records),
-        "pairs.csv": table_csv(pairs) if pairs else None,
+        "pairs.csv": table_csv(pairs),
         **page(records, groups, curves(records)),
     }
     write_report(folder, files, ["comparison", *summary(records, groups)])
@@ -68,10 +67,8 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
 def write_report(folder: Path, files: Mapping[str, bytes | str | None], told: Sequence[str]) -> Path:
     """Write a report, and print what it is (told: kind, lines) and where; returns its HTML file."""
     file = folder / "report.html"
-    # The folder is by default named after runs, and others may have the same names.
-    replaced = " (the earlier one there is replaced)" * file.exists()
     write_files(folder, files, mark=file.name)
-    print(*told[1:], f"{told[0]}: {file}{replaced}", sep="\n")
+    print(*told[1:], f"{told[0]}: {file}", sep="\n")
     return file
 
 
@@ -113,17 +110,12 @@ class Group:
         return scored_on(next(iter(self.records.values())))[1]
 
     def ranking(self) -> Table:
-        """The runs by their last score, and their scores at equal budgets."""
+        """The runs by their last score."""
         scored = {name: record.last_score for name, record in self.records.items()}
         measure = next((score.name for score in scored.values() if score), "score")
-        header = ["run", f"last {measure}", "step"]
-        rows = {name: [name, str(score), shown(score and score.step)] for name, score in scored.items()}
-        for axis in (IMAGES, FLOPS):
-            budget, found = at_equal_budget(self.records, axis)
-            header += [f"{measure} within {in_units(budget, axis)}"] * bool(found)
-            for name, score in found.items():
-                rows[name].append(f"{score}, step {shown(score.step)}" if score else "–")
-        return Table(header, [rows[name] for name in sorted(rows, key=lambda name: best_first(scored[name]))])
+        ranked = sorted(scored.items(), key=lambda run: best_first(run[1]))
+        rows = [(name, str(score), shown(score and score.step)) for name, score in ranked]
+        return Table(("run", f"last {measure}", "step"), rows)
 
     def noise(self) -> Table:
         """The test of each pair, or of many those with the best run."""
@@ -177,7 +169,7 @@ def by_kind(records: Records) -> dict[str, RunRecord]:
 
 
 def claims(groups: Sequence[Group]) -> Iterator[str]:
-    """What can be said of the best run of each group beside the others, with what differs in their budgets."""
+    """What can be said of the best run of each group beside the others, with what differs in their curves."""
     yield from filter(None, (group.of_seeds for group in groups))
     for pair in (pair for group in groups for pair in group.pairs_of_best):
         better, than, by, interval, _, corrected, verdict, _ = _told(pair)
@@ -194,19 +186,22 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
         "Code": {},
     }
     for name, record in by_kind(records).items():
-        known = row(name, record)
+        known = row(record)
         for section in ("Runs", "Data", "Code"):
             sections[section][name] = {
                 column.replace("_", " "): shown(value) for column, value in known[section].items()
             }
         last = record.last_score
         scores = {"kind of score": last.name if last else "–", "last score": str(last or "–")}
-        scores |= {"best score": str(record.best_score or "–")}
         sections["Runs"][name] |= scores | {"ended": when(record.period[1])}
+    sweeps = [replace(record.sweep, name=name) for name, record in records.items() if record.sweep]
     return render(
         _TEMPLATE,
         f"Comparison of {listed(list(records), 4)}",
         pictures,
+        TEMPLATES,
+        sweeps=sweeps,
+        sweep_scores=score_table(sweeps) if sweeps else None,
         claims=list(claims(groups)),
         lines=list(comparable(records, [list(group.records) for group in groups])),
         groups=[group for group in groups if len(group.records) > 1],

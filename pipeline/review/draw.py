@@ -30,7 +30,7 @@ from pipeline.evaluate.render import draw_confusion, draw_scatter
 from pipeline.explain import explain
 from pipeline.monitor.page_folder import FIGURES, MISTAKES, PAGE
 from pipeline.process.committed import checkpoints_of, newest_complete
-from pipeline.review.figures import draw_run, draw_sheet, draw_worst, read_shown
+from pipeline.review.figures import draw_run, draw_sheet, read_shown
 from pipeline.review.reader import from_folder
 from pipeline.review.record import PREDICTIONS, LastNumbers, LastPredictions
 from pipeline.settings import schema
@@ -62,7 +62,7 @@ def draw(folder: Path, final: bool) -> list[str]:
 
     attempt(("curves",), lambda: iter([draw_run(from_folder(folder))]))
     if (folder / PREDICTIONS).exists():
-        drawn = ("confusion", "worst_classes", "predictions", "scatter", MISTAKES)
+        drawn = ("confusion", "predictions", "scatter", MISTAKES)
         attempt(drawn, lambda: _of_evaluation(folder))
     attempt(("reconstruction",), lambda: _of_weights(folder, "reconstruction"))
     if final:
@@ -99,12 +99,11 @@ def _of_numbers(folder: Path, config: RunConfig) -> Iterator[bytes | Files | Non
 def _of_evaluation(folder: Path) -> Iterator[bytes | Files | None]:
     config = read_settings(folder)
     if config.labels == "targets":
-        yield from [None, None, None, *_of_numbers(folder, config)]
+        yield from [None, None, *_of_numbers(folder, config)]
         return
     found = LastPredictions.read(folder)
     dataset, split, manifest_split = _evaluated(config)
     yield draw_confusion(found.true, found.predicted, dataset.class_names)
-    yield draw_worst(found, dataset.class_names)
     yield draw_sheet(found, dataset.class_names, split, config)
     yield None
     record = from_folder(folder)

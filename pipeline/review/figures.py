@@ -1,6 +1,4 @@
-"""Figures of one run: its curves, and from its last evaluation the confusion matrix, the worst classes and a sheet of
-predictions.
-"""
+"""Figures of one run: its curves, and from its last evaluation a sheet of predictions."""
 
 from functools import partial
 
@@ -9,15 +7,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from pipeline.base.gallery import DPI
-from pipeline.base.page import COLOURS, png, style_axes
-from pipeline.base.words import counted, shorten
+from pipeline.base.page import COLOURS, png
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.values import to_rgb
 from pipeline.data.loading.views import shown_view
-from pipeline.evaluate.classify import per_class, read_pixels
+from pipeline.evaluate.classify import read_pixels
 from pipeline.explain import galleries
-from pipeline.review.budgets import SMOOTH_FROM, draw_line, finish, finite, lines_of
+from pipeline.review.curves import SMOOTH_FROM, draw_line, finish, finite, lines_of
 from pipeline.review.record import LastPredictions, RunRecord, Series
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
@@ -25,7 +22,6 @@ from pipeline.settings.run import RunConfig
 # Metric -> part of a step, in the order in which they follow each other.
 _PARTS = {"data_wait": "data", **{f"time_{part}": part for part in ("forward", "backward", "optimizer", "checkpoint")}}
 _PERCENTILES = (0.5, 99.5)
-_NUM_WORST = 25
 _NUM_IMAGES = 32
 _THREADS = 1
 
@@ -79,28 +75,6 @@ def _finish(axes: Axes, title: str) -> None:
 
 
 # ---------------------------------------------------------------------- the last evaluation
-def draw_worst(found: LastPredictions, names: list[str]) -> bytes | None:
-    """PNG of the classes with the lowest recall; None if no class has an image."""
-    of_class = per_class(found.true, found.predicted, len(names))
-    tested = np.flatnonzero(of_class.support)
-    if not len(tested):
-        return None
-    worst = tested[np.argsort(of_class.recall[tested], kind="stable")[:_NUM_WORST]]
-    figure = Figure(figsize=(9, 1.2 + 0.27 * len(worst)), dpi=110, layout="constrained")
-    axes = figure.add_subplot()
-    bars = axes.barh(range(len(worst)), 100 * of_class.recall[worst], color=COLOURS[0], height=0.7)
-    axes.bar_label(bars, fmt="{:.0f} %", padding=3, fontsize=8)
-    labels = [f"{shorten(names[c], 40)} ({of_class.support[c]:,})" for c in worst]
-    axes.set_yticks(range(len(worst)), labels, fontsize=8, parse_math=False)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 108)
-    axes.set_xlabel("recall, %")
-    of_all = f"{len(worst)} of {counted(len(tested), 'class')}"
-    axes.set_title(f"{of_all} with the lowest recall (number of images)", fontsize=10)
-    style_axes(axes, "x")
-    return png(figure)
-
-
 def read_shown(split: Split, config: RunConfig, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(the rows that can be read, the crops that the model sees, with enough pixels to look at, uint8 (n, H, W, 3))."""
     view = shown_view(config.augment, config.model.image_size, split.pixels)

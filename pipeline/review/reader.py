@@ -91,11 +91,8 @@ def from_folder(folder: Path) -> RunRecord:
 
 
 def read(address: str) -> RunRecord:
-    """The record of a folder that a user names, or of a file in it. Raises UserError in one line if it is not a run, or
-    damaged.
-    """
+    """The record of a folder that a user names. Raises UserError in one line if it is not a run, or damaged."""
     path = Path(address)
-    path = path.parent if path.suffix == ".json" else path
     if not path.exists():
         raise UserError(missing(address, way_out="Name the folder of a run."))
     return from_folder(path)

@@ -1,4 +1,4 @@
-"""Lists the samples of a step, or the steps of a sample. Computed from the order alone, for past and future steps."""
+"""Lists the samples of a step. Computed from the order alone, for past and future steps."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from pipeline.checkpoint.store import Checkpoints, State, checksum, read_state
 from pipeline.cluster.status_files import SETTINGS_FILE, read_settings
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
-from pipeline.data.loading.order import Order, batch_of_step, batches_before, step_of_batch
+from pipeline.data.loading.order import Order, batch_of_step, batches_before
 from pipeline.data.mixture.facts import MIXTURE, mixed_until, mixture_facts
 from pipeline.data.mixture.order import train_order
 from pipeline.data.mixture.run_data import open_run_data
@@ -27,7 +27,7 @@ from pipeline.data.storage.bucket import to_path
 from pipeline.process.committed import checkpoints_of, read_checksums
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import SamplesConfig
-from pipeline.settings.run import DataConfig, RunConfig
+from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import Fact, differences, fact_of, facts_of
 
 _STATE = "state.json"
@@ -41,13 +41,12 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     trained, skipped_batches = (state.step, state.left_out) if state else (0, [])
     of_run = _settings(path, state)
     batch = of_run.train.global_batch
-    of_run = replace(of_run, data=_where_it_is(of_run.data, config))
+    if config.data:
+        of_run = replace(of_run, data=replace(of_run.data, path=config.data))
     data = open_run_data(of_run.data, of_run.seed, batch, of_run.labels)
     split = data.split
     if state:
         _refuse_other_data(state, data.dataset, split)
-    if batch % config.ranks:
-        raise UserError(f"ranks = {config.ranks} does not divide the batch of {config.run}, {batch}.")
     order = train_order(split, of_run.data, of_run.seed, batch)
     steps = of_run.train.length.steps(data.epoch_samples, batch)
     if config.step > steps:
@@ -55,32 +54,18 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
             f"step = {config.step}, but {config.run} has {counted(steps, 'step')} (from 1, as log lines count them)."
         )
 
-    if config.step:
-        number = batch_of_step(config.step - 1, skipped_batches)
-        rows, uses = order.slice(number, config.rank, config.ranks)
-        table = _of_step(data.dataset, split, order, number * batch + config.rank * len(rows), rows, uses)
-        if config.sheet:
-            _draw(of_run, split, rows, uses, Path(config.sheet))
-        when = "trained" if config.step <= trained else "not trained yet"
-        when += f" (the newest checkpoint is of step {trained:,})" if state else ""
-        share = f", rank {config.rank} of {config.ranks}" if config.ranks > 1 else ""
-        said = f"step {config.step:,} of {steps:,}{share}: {counted(len(rows), 'sample')}, {when}"
-    else:
-        table = []
-        for row in split.rows_of(config.sample):
-            of_set = {"set": split.set_names[split.set_of(np.array([row]))[0]]} if isinstance(split, MixedSplit) else {}
-            uses_of_row = _of_sample(order, row, steps, trained, config.ranks, skipped_batches)
-            table += [of_set | use for use in uses_of_row]
-        table.sort(key=lambda use: (use["step"], use["place"]))
-        seen = sum(use["trained"] == "yes" for use in table)
-        said = (
-            f"{config.sample}: seen {counted(seen, 'time')} in the {counted(trained, 'step')} trained, {len(table)} in"
-            f" all {steps:,}"
-        )
+    number = batch_of_step(config.step - 1, skipped_batches)
+    rows, uses = order.slice(number)
+    table = _of_step(data.dataset, split, order, number * batch, rows, uses)
+    if config.sheet:
+        _draw(of_run, split, rows, uses, Path(config.sheet))
+    when = "trained" if config.step <= trained else "not trained yet"
+    when += f" (the newest checkpoint is of step {trained:,})" if state else ""
+    said = f"step {config.step:,} of {steps:,}: {counted(len(rows), 'sample')}, {when}"
     if config.csv:
         with replacing(Path(config.csv)) as out:
             out.write(table_csv(table))
-    elif table:
+    else:
         print(*aligned([list(table[0]), *(list(map(str, use.values())) for use in table)]), sep="\n")
     for line in [*split.notes(), said]:
         print(line, file=sys.stderr)
@@ -118,24 +103,6 @@ def _settings(path: Path, state: State | None) -> RunConfig:
     return schema.load(RunConfig, path)
 
 
-def _where_it_is(data: DataConfig, config: SamplesConfig) -> DataConfig:
-    """The data of a run, in the folders that the settings give. Raises UserError for one of another set than the
-    run's.
-    """
-    moved = {path.rstrip("/"): to for path, to in config.mix.items()}
-    known = dict.fromkeys(path.rstrip("/") for path in (data.path, *(entry.path for entry in data.mix)))
-    if unknown := moved.keys() - known:
-        raise UserError(f"mix: {config.run} has no data set {min(unknown)}, but {', '.join(known)}.")
-    if config.data:
-        moved[data.path.rstrip("/")] = config.data
-
-    def found(path: str) -> str:
-        return moved.get(path.rstrip("/"), path)
-
-    mix = [replace(entry, path=found(entry.path)) for entry in data.mix]
-    return replace(data, path=found(data.path), mix=mix)
-
-
 def _refuse_other_data(state: State, dataset: Dataset, split: Split) -> None:
     then: dict[str, Any] = dict(state.identity)
     now: dict[str, Any] = {"fingerprint": dataset.fingerprint, "excluded": split.excluded}
@@ -147,8 +114,8 @@ def _refuse_other_data(state: State, dataset: Dataset, split: Split) -> None:
         known[MIXTURE] = Fact()
     for change in differences(then, now, known):
         raise UserError(
-            f"{dataset.path} is not what the run was trained on: {change}. Give the right folder with data=..., those"
-            " of data.mix with mix=..., or put back what was there."
+            f"{dataset.path} is not what the run was trained on: {change}. Give the right folder with data=..., or"
+            " put back what was there."
         )
 
 
@@ -174,21 +141,6 @@ def _of_step(
     if order.is_balanced:
         columns["used before"] = uses.tolist()
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def _of_sample(
-    order: Order, row: int, steps: int, trained: int, ranks: int, skipped_batches: list[tuple[int, int]]
-) -> list[dict[str, Any]]:
-    """Return one row for each time the sample is seen."""
-    batch, table = order.global_batch, []
-    for epoch, position in order.uses(row, batches_before(steps, skipped_batches) * batch):
-        number, place = divmod(position, batch)
-        step = step_of_batch(number, skipped_batches)
-        if step is not None and step < steps:
-            seen = "yes" if step < trained else "no"
-            rank = place // (batch // ranks)
-            table.append({"epoch": epoch, "step": step + 1, "place": place, "rank": rank, "trained": seen})
-    return table
 
 
 def _draw(config: RunConfig, split: Split, rows: np.ndarray, epochs: np.ndarray, file: Path) -> None:

@@ -237,7 +237,7 @@ def scored_on(record: RunRecord) -> tuple[Hashable, str]:
     data, split = record.scored_split
     name = Path(data).name
     if record.kind == "vtab":
-        name = data = "VTAB-1k"
+        name, data = "VTAB-1k", str(sorted(results["data"].items()))
         measure = f"{score.name}, protocol {results['protocol']['sha256']}"
     elif not data:
         data = (facts.digest or facts.source) if facts else str(results.get("data") or record.tags.get("data", ""))
@@ -284,16 +284,11 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
             yield f"{name} has no score of held-out images, since {held_out.notes[TRAINED_BY]} trained on them."
         if record.status not in ("finished", "") or "finished, but" in record.outcome:
             yield f"Not as planned: {name} ({record.outcome})."
-        if record.num_damaged:
-            yield f"{name}: {record.num_damaged:,} damaged lines of metrics.jsonl are ignored."
-    if len(losses := by_loss(records)) > 1:
-        named = "; ".join(f"{loss}: {listed(names)}" for loss, names in losses.items())
-        yield f"The losses measure different things and cannot be compared ({named})."
     seen = {record.images_seen for record in records.values() if record.images_seen}
     if len(seen) > 1:
         yield (
-            f"The runs saw different numbers of images, {min(seen):,} to {max(seen):,}: last scores compare whole runs,"
-            " those at equal images and FLOPs what the same amount of training gave."
+            f"The runs saw different numbers of images, {min(seen):,} to {max(seen):,}: scores compare whole runs, and"
+            " curves what the same amount of training gave."
         )
 
 

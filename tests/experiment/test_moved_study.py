@@ -91,10 +91,7 @@ def cut(folder: Path, name: str) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "status": (lambda folder: cut(folder, "status.json"), "status.json is not valid JSON"),
-    "settings": (lambda folder: cut(folder, "config.yaml"), "config.yaml is damaged"),
     "scores": (lambda folder: cut(folder, "scores.json"), "scores.json is not valid JSON"),
-    "no scores": (lambda folder: (folder / "scores.json").unlink(), "scores.json is missing"),
     "other settings": (
         lambda folder: (folder / "config.yaml").write_text(
             (folder / "config.yaml").read_text().replace("\nseed: 0", "\nseed: 5")
@@ -170,9 +167,3 @@ def test_runs_without_labels_are_done_and_scored_by_their_probes(base: Path, dat
     assert results.evaluated_on == "tiny:val"
     with pytest.raises(UserError, match=r"score = rankme: these cells will not have it, but 5nn, old_5nn\."):
         Study(make(base, "study", "score=rankme", settings))
-
-
-def test_results_that_are_damaged_are_said_and_written_anew(done: Study, capsys: pytest.CaptureFixture[str]) -> None:
-    (done.folder / "results.parquet").write_text("{")
-    assert states(report(done.config)) == ["done", "done"]
-    assert "results.parquet" in capsys.readouterr().out

@@ -10,7 +10,6 @@ from polling import until
 
 from pipeline.base.errors import UserError
 from pipeline.experiment import spec
-from pipeline.process import waits
 
 COMMAND = """
 import pathlib, signal, sys, time
@@ -45,22 +44,6 @@ def test_a_command_is_asked_to_stop_when_its_parent_is_killed(tmp_path: Path) ->
     assert heard.read_text() == str(int(signal.SIGTERM))
     parent.wait()
     parent.stdout.close()
-
-
-def test_a_folder_in_use_is_waited_for_aloud(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    users = iter(["pid 7", "pid 7", None])
-    said = list[str]()
-
-    def holder(folder: Path) -> str | None:
-        said.extend(str(wait) for wait in waits.in_progress())
-        return next(users)
-
-    monkeypatch.setattr(spec, "holder", holder)
-    assert spec.wait_until_free(tmp_path) == ""
-    assert set(said) == {f"pid 7 to leave {tmp_path}, at most 2 min"}
-    monkeypatch.setattr(spec, "holder", lambda folder: "pid 8")
-    monkeypatch.setattr(spec, "_COMMIT_SECONDS", 0.0)
-    assert spec.wait_until_free(tmp_path) == "pid 8"
 
 
 @pytest.mark.parametrize("launcher", ["nosuchlauncher --num_gpus 8"])

@@ -12,13 +12,12 @@ import yaml
 from ranks import ROOT
 from tiny_study import write_run
 
-from pipeline.base import files
 from pipeline.base.errors import UserError
 from pipeline.cluster.status_files import write_settings
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.experiment import study as studies
-from pipeline.experiment.engine import jobs_of, run_one, sources_of
+from pipeline.experiment.engine import jobs_of, run_one
 from pipeline.experiment.plan import CostEstimate, estimate, write_script
 from pipeline.experiment.spec import make_spec
 from pipeline.experiment.study import Study, compute_of_runs, pretraining_compute
@@ -267,22 +266,6 @@ def test_a_started_study_reads_the_same_images_and_weights(dataset: Path, tmp_pa
         claim(Study(sizes))
 
 
-def test_jobs_of_an_array_that_start_together_all_go_on(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second job writes experiment.json between the moment at which the first has written its text and that of its
-    rename.
-    """
-    first, second, rename = (*(Study(make(base, SIZES, "seeds=[0]")) for _ in range(2)), files.os.replace)
-
-    def between(hidden: str, path: str) -> None:
-        monkeypatch.setattr(files.os, "replace", rename)
-        claim(second)
-        rename(hidden, path)
-
-    monkeypatch.setattr(files.os, "replace", between)
-    claim(first)
-    assert len(json.loads((first.folder / "experiment.json").read_text())["runs"]) == len(first.cells)
-
-
 def test_a_slurm_script_has_a_task_for_each_job(
     base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,95 +305,53 @@ def test_a_cooldown_is_refused_where_steps_follow_the_length_of_the_run(
         Study(make(base, text, "models=[{name: slim}]", f"settings=[{settings}]"))
 
 
-def write_facts(folder: Path, origin: WeightsOrigin | None = None) -> None:
-    facts = RunFacts(folder.name, "pretrain", steps=30, flops_per_image=1e6, origin=origin)
-    PageFolder(folder).begin("vit", facts, Start(0.0, 0, []))
-
-
-def test_the_compute_of_a_checkpoint_is_known_as_that_of_its_run_is(base: Path) -> None:
-    """Weights by the path that a run's report shows counted as free beside a new model."""
-    run = make_spec("mae", "pretrain", str(base), ["name=mae", f"out={base.parent}", "train.length=30 steps"])
-    last = run.folder / "checkpoints" / "step-00000030"
-    for path in (last, last.with_name("step-00000010")):
-        path.mkdir(parents=True)
-        save(create("ViT-mu/4", 16, 4), path / "model.safetensors", {})
-    (last.parent / "latest").write_text(last.name)
-    write_settings(run.config, run.folder)
-    (run.folder / "status.json").write_text('{"status": "finished", "step": 30, "code": 0, "reason": ""}')
-    write_facts(run.folder)
-    (whole,) = compute_of_runs(run.folder)
-    assert whole > 0
-    assert compute_of_runs(last) == compute_of_runs(last / "model.safetensors") == [whole]
-    assert compute_of_runs(last.with_name("step-00000010")) == pytest.approx([whole / 3])
-    assert compute_of_runs(base.parent) == compute_of_runs(last.with_name("elsewhere") / "step-00000010") == [0]
-
-
-def test_an_anchor_that_the_experiment_trains_need_not_be_there(dataset: Path, tmp_path: Path) -> None:
-    """Other anchors are among what a study compares when it goes on."""
-    file = tmp_path / "continue.yaml"
-    file.write_text(f"""
-        data: {{path: {dataset}, streams: 4}}
-        model: {{image_size: 16}}
-        augment: {{crop: random_resized}}
-        train: {{loss: lejepa, length: 9 steps, global_batch: 8, micro_batch: 8}}
-        schedule: {{warmup: 0 steps}}
-        objective: {{gram_weight: 2}}
-        """)
-    save(create("ViT-mu/4", 16, 4), tmp_path / "old.pt")
-
-    def shared(weights: Path, *needs: str) -> list[str]:
-        given = ["name=more", f"out={tmp_path}", f"init.weights={weights}"]
-        run = make_spec("more", "pretrain", str(file), given, needs=needs)
-        return [name for name in sources_of([run]) if "SHA-256" in name]
-
-    assert len(shared(tmp_path / "old.pt")) == 2
-    assert shared(tmp_path / "first", "first") == []
-
-
 def test_the_compute_of_weights_is_that_of_all_runs_that_led_to_them(base: Path) -> None:
     """Of continued pre-training only the last run counted, and of a killed run only what it had done by its last log
     line.
     """
 
-    def trained(name: str, steps: int, status: str, *settings: str) -> Path:
+    def trained(name: str, status: str, *settings: str) -> Path:
         run = make_spec(
             name, "pretrain", str(base), [f"name={name}", f"out={base.parent}", "train.length=30 steps", *settings]
         )
-        checkpoint = run.folder / "checkpoints" / f"step-{steps:08d}"
-        checkpoint.mkdir(parents=True)
-        model = create("ViT-mu/4", 16, 4)
-        save(model, checkpoint / "model.safetensors", {})
+        for step in (10, 30) if "finished" in status else (10,):
+            checkpoint = run.folder / "checkpoints" / f"step-{step:08d}"
+            checkpoint.mkdir(parents=True)
+            save(create("ViT-mu/4", 16, 4), checkpoint / "model.safetensors", {})
         (checkpoint.parent / "latest").write_text(checkpoint.name)
         write_settings(run.config, run.folder)
         (run.folder / "status.json").write_text(status)
         weights = run.config.init.weights
-        write_facts(run.folder, WeightsOrigin(weights, "") if weights else None)
+        origin = WeightsOrigin(weights, "") if weights else None
+        facts = RunFacts(name, "pretrain", steps=30, flops_per_image=1e6, origin=origin)
+        PageFolder(run.folder).begin("vit", facts, Start(0.0, 0, []))
         return run.folder
 
     finished = '{"status": "finished", "step": 30, "code": 0, "reason": ""}'
-    first = trained("first", 30, finished)
+    first = trained("first", finished)
+    last = first / "checkpoints" / "step-00000030"
     (whole,) = compute_of_runs(first)
-    killed = trained("killed", 10, '{"status": "running", "step": 5, "code": -1, "reason": ""}')
+    assert whole > 0
+    # Also by the path that a run's report shows, and of an earlier checkpoint.
+    assert compute_of_runs(last) == compute_of_runs(last / "model.safetensors") == [whole]
+    assert compute_of_runs(last.with_name("step-00000010")) == pytest.approx([whole / 3])
+    assert compute_of_runs(base.parent) == compute_of_runs(base.parent / "elsewhere" / "step-00000010") == [0]
+    killed = trained("killed", '{"status": "running", "step": 5, "code": -1, "reason": ""}')
     assert compute_of_runs(killed) == pytest.approx([whole / 3])
 
     def continued(name: str, weights: Path) -> Path:
-        no_name = [f"model.{field}=null" for field in ("name", "width", "depth", "mlp_width", "num_heads")] + [
-            "model.representation=true"
-        ]
-        return trained(name, 30, finished, *no_name, f"init.weights={weights}")
+        no_name = [f"model.{field}=null" for field in ("name", "width", "depth", "mlp_width", "num_heads")]
+        return trained(name, finished, *no_name, "model.representation=true", f"init.weights={weights}")
 
-    second = continued("second", first / "checkpoints" / "step-00000030")
-    (first / "checkpoints" / "step-00000030" / "model.safetensors").unlink()  # Its run may have removed it.
-    assert compute_of_runs(second) == pytest.approx([whole, whole])
+    second = continued("second", last)
+    (last / "model.safetensors").unlink()  # Its run may have removed it.
     third = continued("third", second)
     assert compute_of_runs(third) == pytest.approx([whole, whole, whole])
     save(create("ViT-mu/4", 16, 4), base.parent / "other.safetensors", {})
     notes = list[str]()
-    models = [
-        f"models=[{{name: a, weights: {third}}}, {{name: b, weights:"
-        f" {continued('other', base.parent / 'other.safetensors')}}}]"
-    ]
-    longest = pretraining_compute(make(base, SCALING, "question=labels", "budgets=[]", *models), "", notes)
+    other = continued("other", base.parent / "other.safetensors")
+    models = f"models=[{{name: a, weights: {third}}}, {{name: b, weights: {other}}}]"
+    longest = pretraining_compute(make(base, SCALING, "question=labels", "budgets=[]", models), "", notes)
     assert longest == pytest.approx(3 * whole)
     assert "by runs" not in notes[0]
     assert "by runs that began with weights whose own pre-training is not known." in notes[1]

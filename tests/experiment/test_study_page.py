@@ -8,7 +8,6 @@ from child_runs import instead_of_commands, leave_behind
 from tiny import make_dataset
 from tiny_study import write_run
 
-from pipeline.cluster.status_files import RESUME
 from pipeline.experiment import study
 from pipeline.experiment.spec import RunSpec
 from pipeline.settings import schema
@@ -39,11 +38,7 @@ def test_a_study_is_a_parent_run_with_its_cells_below_it(
 ) -> None:
     from mlflow.tracking import MlflowClient
 
-    stopped = iter([False, True])
-
     def start(run: RunSpec) -> int:
-        if next(stopped, False):
-            return RESUME
         top1 = {"wide": 0.75, "slim": 0.5, "odd": 0.25}[run.name.split("-")[0]]
         return leave_behind(run, "pretrain", top1, diverged=run.name.startswith("odd"))
 
@@ -57,15 +52,9 @@ def test_a_study_is_a_parent_run_with_its_cells_below_it(
         (parent,) = [run for run in found if run.data.tags["kind"] == "study"]
         return parent, {run.info.run_name: run for run in found if run is not parent}
 
-    with pytest.raises(SystemExit) as asked:
-        study.run(config)
-    assert asked.value.code == RESUME
-    first, _ = runs()
-    assert first.info.status == "KILLED"
     results = study.run(config)
     assert results
     parent, children = runs()
-    assert parent.info.run_id == first.info.run_id, "a continued study is the same run"
     assert parent.info.status == "FINISHED"
     assert set(children) == {"wide-seed0", "slim-seed0", "odd-seed0"}
     for name, run in children.items():

@@ -158,14 +158,14 @@ def test_an_ablation_compares_all_with_the_first_model() -> None:
 # -------------------------------------------------------------------- the table
 def test_a_table_has_a_row_for_each_run_and_keeps_those_that_are_left_out(tmp_path: Path) -> None:
     rows = [
-        Row("a", "m", 0, "done", scores={"top1": 0.5, "finetune:x.y": 0.25}, settings={"optimizer.lr": 0.1, "b": "c"}),
-        Row("b", "m", 1, "diverged", "the loss is nan", settings={"optimizer.lr": None, "b": 3}),
+        Row("a", "m", 0, "done", scores={"top1": 0.5, "finetune:x.y": 0.25}, settings={"data.mix": [], "b": "c"}),
+        Row("b", "m", 1, "diverged", "the loss is nan", settings={"data.mix": [{"class_map": {}}], "b": 3}),
     ]
     (tmp_path / TABLE).write_bytes(parquet(rows, []))
     found = read_table(tmp_path)
-    # A column has one type, and nothing is not a value.
-    assert found[0] == replace(rows[0], settings={"optimizer.lr": 0.1, "b": "c"})
-    assert found[1] == replace(rows[1], settings={"b": "3"})
+    # A column has one type.
+    assert found[0] == replace(rows[0], settings={"data.mix": "[]", "b": "c"})
+    assert found[1] == replace(rows[1], settings={"data.mix": "[{'class_map': {}}]", "b": "3"})
     assert pq.read_table(tmp_path / TABLE).column("scores.top1").to_pylist() == [0.5, None]
     (tmp_path / TABLE).write_bytes(parquet(rows[1:], found))
     assert [row.name for row in read_table(tmp_path)] == ["b", "a"]
@@ -273,13 +273,6 @@ def test_what_is_gained_and_forgotten_is_by_seed_against_the_untouched_weights()
     # Of one seed, the interval is over the images of both.
     ((new, _),) = importlib.import_module("pipeline.experiment.questions.continue").changes(made_up.continued(seeds=1))
     assert new.found[0].difference == of_proportions(new.found[0].first.mean, 10_000, 0.4, 10_000)
-
-
-def test_a_mixture_that_only_one_model_has_is_a_column(tmp_path: Path) -> None:
-    mixes: list[list[Any]] = [[], [{"class_map": {}}]]
-    rows = [replace(row, settings={"data.mix": mix}) for row, mix in zip(made_up.ablation().cells, mixes, strict=False)]
-    (tmp_path / TABLE).write_bytes(parquet(rows, []))
-    assert [row.settings["data.mix"] for row in read_table(tmp_path)] == ["[]", "[{'class_map': {}}]"]
 
 
 @pytest.mark.usefixtures("not_drawn")

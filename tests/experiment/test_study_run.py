@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,23 +230,7 @@ def test_what_diverges_or_fails_is_reported_and_the_others_go_on(
     # The report alone runs nothing, and still knows why a cell failed.
     del started[:]
     with pytest.raises(UserError, match=r"1 of 6 runs failed, such as bad-seed0: .*/dev/null/x"):
-        study.run(
-            schema.load(
-                StudyConfig,
-                None,
-                [
-                    f"run={base}",
-                    f"out={base.parent / 'runs'}",
-                    "name=mixed",
-                    "question=ablation",
-                    models,
-                    "report=true",
-                    f"finetune=[{base.with_name('tune.yaml')}]",
-                    "score=finetune:tuned",
-                ],
-            ),
-            no_pause,
-        )
+        study.run(replace(config, report=True), no_pause)
     assert started == []
 
 

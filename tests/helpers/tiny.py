@@ -31,12 +31,10 @@ def make_dataset(
     size: int = 16,
     seed: int = 0,
     labelled: bool = True,
-    order: Sequence[int] = range(NUM_CLASSES),
     pixels: Pixels = RGB8,
     targets: Sequence[str] = (),
 ) -> Path:
-    """Shards of noisy one-colour pictures, `size` px, whose colour tells their class; splits: name -> samples. order:
-    of the classes.
+    """Shards of noisy one-colour pictures, `size` px, whose colour tells their class; splits: name -> samples.
 
     pixels: other than 8-bit RGB are .npy files, whose channels have the values of red, green and blue in turn,
     stretched to their range. targets: names of at most three numbers, the means of red, green and blue; a third of the
@@ -52,9 +50,8 @@ def make_dataset(
             name, rows = f"{split}-{number:06d}.tar", []
             with tarfile.open(path / name, "w") as tar:
                 for i in range(first, min(first + per_shard, count)):
-                    colour = int(rng.integers(NUM_CLASSES))
-                    label = order.index(colour)
-                    picture = np.clip(colours[colour] + rng.normal(0, 40, (size, size, 3)), 0, 255).astype(np.uint8)
+                    label = int(rng.integers(NUM_CLASSES))
+                    picture = np.clip(colours[label] + rng.normal(0, 40, (size, size, 3)), 0, 255).astype(np.uint8)
                     buffer = io.BytesIO()
                     if pixels.is_rgb8:
                         Image.fromarray(picture).save(buffer, "PNG")
@@ -86,7 +83,7 @@ def make_dataset(
             shards.append(Shard(name, split, len(rows), len(content), hashlib.sha256(content).hexdigest()))
             schema = ROWS.append(targets_field(len(targets))) if targets else ROWS
             tables.append(pa.Table.from_pylist(rows, schema))
-    classes = [f"class{c}" for c in order] if labelled else []
+    classes = [f"class{c}" for c in range(NUM_CLASSES)] if labelled else []
     write_dataset(path, shards, tables, classes, {"made by": "tests"}, {}, pixels=pixels, targets=targets)
     return path
 

@@ -268,8 +268,6 @@ def vtab(on: Rehearsal, command: list[str], run: Path) -> None:
         assert 2 <= before < len(TASKS)
         assert retries(printed) == 1, printed
         lost.append("the cell it was training; trained again by another host")
-        report, log = on.start("report", "python", "launch/vtab_report.py", f"sweeps=[{out}]")
-        finish(report, log)
     finish(*reference)
     assert (out / "results.json").read_bytes() == (on.alone / "vtab/results.json").read_bytes(), "other scores"
     on.say(f"results.json with the scores of {len(TASKS)} tasks is that of an undisturbed sweep, byte for byte")

@@ -12,7 +12,7 @@ from pipeline.evaluate.differences import PROPORTIONS
 from pipeline.monitor.mlflow.connection import connect
 from pipeline.monitor.run_page import PROBED_IMAGES
 from pipeline.monitor.tracking import default_uri
-from pipeline.review import budgets, compare, report
+from pipeline.review import compare, curves, report
 from pipeline.review.reader import from_folder
 from pipeline.review.record import RunRecord
 from pipeline.review.statistics import by_evaluation
@@ -62,7 +62,7 @@ def test_a_comparison_ranks_and_draws_them(runs: list[RunRecord]) -> None:
     assert "by test alignment" in group.title
     assert [row[0] for row in group.ranking().rows] == ["b", "a"]  # Lower is better.
     assert group.pairs == []  # Tests are of proportions of images.
-    assert [picture.name for picture in budgets.curves(records)] == [
+    assert [picture.name for picture in curves.curves(records)] == [
         "training_loss.png",
         "metric_alignment.png",
         "metric_kept.png",
@@ -102,4 +102,4 @@ def test_a_probe_scores_a_run_whose_objective_has_no_accuracy(tmp_path: Path) ->
     assert str(test.last_score) == "75.00 % [70.53, 78.99]"
     (pair,) = compare.groups_of({"test": test, "again": dataclasses.replace(test)})[0].pairs
     assert (pair.difference.value, pair.difference.method) == (0, PROPORTIONS)
-    assert "metric_pets_20nn.png" in [picture.name for picture in budgets.curves(records)]
+    assert "metric_pets_20nn.png" in [picture.name for picture in curves.curves(records)]

@@ -20,7 +20,6 @@ from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.dataset.split import Split
 from pipeline.evaluate import mistakes, score_report
 from pipeline.evaluate.classify import Predictions, label_table
-from pipeline.explain import explain
 from pipeline.monitor import tracking
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.mlflow.connection import connect
@@ -33,7 +32,7 @@ from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.train import setup
 from pipeline.train.drawing import DrawingProcess
 
-OF_EVALUATION = {"confusion.png", "worst_classes.png", "predictions.png"}
+OF_EVALUATION = {"confusion.png", "predictions.png"}
 
 
 def images_in(folder: Path) -> dict[str, tuple[int, int]]:
@@ -131,31 +130,19 @@ def test_damaged_inputs_cost_one_line_each(trained: Path, tmp_path: Path) -> Non
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "ti')
     (line,) = draw(folder, final=False)
-    assert line.startswith("confusion, worst_classes, predictions, scatter, mistakes not drawn: ")
+    assert line.startswith("confusion, predictions, scatter, mistakes not drawn: ")
     assert "predictions.npz" in line
     assert images_in(folder).keys() == {"curves.png"}
     (folder / "config.yaml").write_text("{")
     assert [line.partition(" not drawn")[0] for line in draw(folder, final=True)] == [
         "curves",
-        "confusion, worst_classes, predictions, scatter, mistakes",
+        "confusion, predictions, scatter, mistakes",
         "reconstruction",
         "attention, positions, components",
     ]
 
 
 # ---------------------------------------------------------------------- single figures
-def test_images_are_explained_of_a_data_folder_with_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its comma made two folders of it, which do not exist. With a dev split, the data set may have no other held-out
-    one.
-    """
-    given: list[tuple[list[str], str]] = []
-    monkeypatch.setattr(explain, "run", lambda config, skip: given.append((config.images, config.split)))
-    for more in ([], ["data.dev_share=0.1"]):
-        run = write_run(tmp_path / f"run{len(more)}", "data.path=/data/cats, dogs [2]", *more)
-        assert list(_of_weights(run, "attention", "positions")) == [None, None]
-    assert given == [(["/data/cats, dogs [2]"], "test"), (["/data/cats, dogs [2]"], "train")]
-
-
 def test_a_drawing_that_the_model_does_not_have_costs_a_line_and_not_the_others(
     dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

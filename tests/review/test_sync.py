@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.cluster.status_files import RunFolder, Status, write_settings
+from pipeline.cluster.status_files import RunFolder, Status
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.mlflow.connection import connect
 from pipeline.monitor.run_page import DatasetFacts, RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.review.sync import run
-from pipeline.settings import schema
 from pipeline.settings.commands.reports import SyncConfig
-from pipeline.settings.run import RunConfig, TrackConfig
+from pipeline.settings.run import TrackConfig
 
 FAST = ExportTiming(poll=0.05, retry=(0.05,), finish=300)
 DATA = DatasetFacts("photos", "/data/photos", "0123456789abcdef", "train", 900, 3, "training")
@@ -165,26 +164,8 @@ def test_what_mlflow_refuses_does_not_keep_the_rest(tmp_path: Path, capfd: pytes
     assert "parameter what?" in capfd.readouterr().err
 
 
-def test_a_database_in_memory_is_no_place_to_send_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained(tmp_path, "run", enabled=False)
-    for uri in ("sqlite://", "sqlite:///file:x?mode=memory&uri=true"):
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-        with pytest.raises(UserError, match="is a database in memory, which ends with this process"):
-            run(SyncConfig(runs=[str(tmp_path / "run")]))
-    assert not (tmp_path / "run" / "mlflow.json").exists()
-
-
 def test_a_hidden_password_has_to_be_given_again(tmp_path: Path) -> None:
     trained(tmp_path, "run", enabled=False)
     (tmp_path / "run" / "mlflow.json").write_text('{"postgresql://me:***@host/db": {"run_id": "f00"}}')
     with pytest.raises(UserError, match="whose password is not kept: give uri="):
         run(SyncConfig(runs=[str(tmp_path / "run")]))
-
-
-def test_a_run_that_was_not_tracked_goes_to_the_store_in_its_settings(tmp_path: Path) -> None:
-    trained(tmp_path, "run", enabled=False)
-    other = f"track.uri=sqlite:///{tmp_path / 'other.db'}"
-    settings = schema.load(RunConfig, "configs/pretrain/cifar10_vit.yaml", [other])
-    write_settings(settings, tmp_path / "run")
-    run(SyncConfig(runs=[str(tmp_path / "run")]))
-    assert len(page(f"sqlite:///{tmp_path / 'other.db'}", "run")["points"]) == 20

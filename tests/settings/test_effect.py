@@ -131,6 +131,6 @@ def test_a_sweep_says_which_settings_its_method_does_not_read() -> None:
     # The evaluation view, eval_crop = resize with resize_filter = bilinear, is read by all methods.
     of_file = ["seeds", *(f"protocol.{name}" for name in ("augment.crop", "batch", "length", "lr", "clip"))]
     of_file += ["protocol.schedule.decay", "protocol.schedule.warmup"]
-    assert [line.split()[0] for line in said("method=knn", "protocol.temperature=0.1")] == of_file
+    assert [line.split()[0] for line in said("method=linear")] == of_file
     assert [line.split()[0] for line in said("protocol.l2=[1]")] == ["protocol.l2"]
     assert said("protocol.l2=[1]")[0].endswith("method = linear")

@@ -7,7 +7,6 @@ from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.architecture.pixels import Pixels
@@ -69,12 +68,6 @@ class SampleTable:
             return None
         empty = self.file.schema_arrow.empty_table().select([GROUP.name])
         return pa.concat_tables([empty, *self.read([GROUP.name])])[GROUP.name].unify_dictionaries().combine_chunks()
-
-    def find(self, key: str) -> list[int]:
-        """The rows with this key. Reads all keys, which takes seconds for ten million."""
-        tables = zip(self._starts, self.read(["key"]), strict=False)
-        rows = (start + np.flatnonzero(pc.equal(table["key"], key).to_numpy()) for start, table in tables)
-        return np.concatenate([np.empty(0, np.int64), *rows]).tolist()
 
     @cached_property
     def _starts(self) -> np.ndarray:
@@ -201,26 +194,6 @@ class Split:
         begin, last = (int(self.manifest_rows(row)) for row in (first, end - 1))
         between = slice(*np.searchsorted(self.excluded_rows, (begin, last)))
         return np.delete(np.arange(begin, last + 1), self.excluded_rows[between] - begin)
-
-    def row_of(self, key: str) -> int:
-        """The row of a key. Raises UserError when the split has no such sample or several, or excludes it."""
-        rows = self.table.find(key)
-        if not rows:
-            raise UserError(f"split {self.name!r} has no sample {key!r}.")
-        if len(rows) > 1:
-            raise UserError(
-                f"split {self.name!r} has {counted(len(rows), 'sample')} {key!r}, so the key does not tell which. Ask"
-                " by step=..., or write the tars anew with launch/shard.py, which gives each sample a key of its own."
-            )
-        if rows[0] in self.excluded_rows:
-            raise UserError(
-                f"sample {key!r} of split {self.name!r} is excluded, by a list of excluded samples or by data.limit."
-            )
-        return rows[0] - int(np.searchsorted(self.excluded_rows, rows[0]))
-
-    def rows_of(self, key: str) -> list[int]:
-        """`row_of` a key, which in a mixture may be of several sets."""
-        return [self.row_of(key)]
 
     def place_of(self, row: int) -> tuple[int, int]:
         """(offset inside its tar, size) in bytes of one image."""

@@ -28,9 +28,6 @@ from pipeline.data.dataset.split import Split
 from pipeline.data.loading.balance import ClassBalance, EpochContents, balance_of
 from pipeline.settings.run import DataConfig
 
-# Positions that `Order.uses` looks at in one call.
-_LOOKED_AT_ONCE = 2**18
-
 
 def order_of_split(split: Split, config: DataConfig, seed: int, global_batch: int) -> "SampleOrder":
     """The order in which a run reads one split."""
@@ -71,17 +68,6 @@ class Order(ABC):
     @abstractmethod
     def epochs(self, positions: np.ndarray) -> np.ndarray:
         """The epoch of each position, int64."""
-
-    def uses(self, row: int, end: int) -> list[tuple[int, int]]:
-        """(epoch, position) of each use of a row before position `end`, ascending. Looks at all of them, some six
-        million a second.
-        """
-        uses: list[tuple[int, int]] = []
-        for first in range(0, end, _LOOKED_AT_ONCE):
-            positions = np.arange(first, min(first + _LOOKED_AT_ONCE, end))
-            positions = positions[self.rows(positions)[0] == row]
-            uses += zip(self.epochs(positions).tolist(), positions.tolist(), strict=True)
-        return uses
 
     def slice(self, step: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """`rows` of one rank's part of batch `step` (from 0): int64 (global_batch / world_size,) each."""
@@ -224,15 +210,3 @@ def skip_batches(skipped_batches: Sequence[tuple[int, int]], at: int, done: int)
     """`skipped_batches` after a rollback from step `done` to step `at` that continues with the next unused batch."""
     before = [entry for entry in skipped_batches if entry[0] <= at]
     return [*before, (at, batch_of_step(done, skipped_batches) - batch_of_step(at, before))]
-
-
-def step_of_batch(batch: int, skipped_batches: Sequence[tuple[int, int]]) -> int | None:
-    """The step that uses a batch, None if it was skipped: the inverse of `batch_of_step`."""
-    shift = 0
-    for at, batches in sorted(skipped_batches):
-        if batch < at + shift:
-            break
-        if batch < at + shift + batches:
-            return None
-        shift += batches
-    return batch - shift

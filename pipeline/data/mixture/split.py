@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.architecture.pixels import Pixels
-from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
@@ -60,7 +59,7 @@ class MixedSplit(Split):
 
     # Inherited, they would silently be those of the first part.
     place_of = hash_of = label_offsets = label_values = groups = group_names = property(_ask_the_parts)
-    only = relabelled = without_labels = with_targets = row_of = property(_ask_the_parts)
+    only = relabelled = without_labels = with_targets = property(_ask_the_parts)
 
     @property
     def parts(self) -> tuple[Split, ...]:
@@ -121,18 +120,6 @@ class MixedSplit(Split):
             mine = numbers == number
             answers[mine] = ask(part, rows[mine] - self.first_rows[number])
         return answers
-
-    def rows_of(self, key: str) -> list[int]:
-        """The rows of a key, one of each set that has it. Raises UserError as `Split.row_of`."""
-        rows, errors = [], []
-        for first, part in zip(self.first_rows, self.parts, strict=False):
-            try:
-                rows.append(first + part.row_of(key))
-            except UserError as error:
-                errors.append(error)
-        if not rows:
-            raise errors[0]
-        return rows
 
     @property
     def set_names(self) -> list[str]:

@@ -38,33 +38,18 @@ class PlanConfig(RunConfig):
 
 
 class SamplesConfig(Settings):
-    """A query of a run's sample order: the samples of a step, or the steps of a sample."""
+    """A query of a run's sample order: the samples of a step."""
 
     run: PathText
     """Run folder, or the YAML file of a run that has not started"""
-    step: NonNegativeInt = 0
-    """List the samples of this optimizer step, counted from 1 as in log lines."""
-    ranks: PositiveInt = 1
-    """Number of ranks that the batch is divided over; 1 shows the whole batch."""
-    rank: NonNegativeInt = setting(0, needs="step")
-    """With step: rank whose samples are listed, from 0."""
-    sample: str = ""
-    """List the steps of this sample of the training split, given by its key."""
+    step: PositiveInt
+    """The optimizer step, counted from 1 as in log lines"""
     data: PathText = ""
     """Folder of the data set, if it is not where the run's settings say."""
-    mix: dict[str, str] = {}
-    """Sets of data.mix that are not where the run's settings say, as {datasets/b: /moved/b}."""
     csv: PathText = setting("", output="file")
     """File for the table; empty prints it."""
-    sheet: PathText = setting("", output="file", pattern=r"^$|\.png$", needs="step")
-    """With step: file for the images, .png, cropped and flipped as for the model."""
-
-    def check(self) -> None:
-        """Check what depends on several settings. Raises UserError."""
-        if (self.step == 0) == (self.sample == ""):
-            raise UserError("set step=... to list the samples of a step, or sample=KEY to list the steps of a sample.")
-        if self.rank >= self.ranks:
-            raise UserError(f"rank = {self.rank} must be below ranks = {self.ranks}.")
+    sheet: PathText = setting("", output="file", pattern=r"^$|\.png$")
+    """File for the images, .png, cropped and flipped as for the model."""
 
 
 class HostsConfig(Settings):

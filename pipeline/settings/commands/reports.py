@@ -1,37 +1,13 @@
-"""The settings of commands that follow runs: report of sweeps, comparison of runs, and a fine-tuning protocol's
-grid.
-"""
+"""The settings of commands that follow runs: their report, comparison and export, and a fine-tuning protocol's grid."""
 
 from pydantic import PositiveFloat
 
-from pipeline.base.errors import UserError
-from pipeline.base.words import counted
 from pipeline.settings.commands.study import ExperimentConfig, refuse_overrides
 from pipeline.settings.quantities import PathText
 from pipeline.settings.schema import Distinct, Seeds, Settings, setting
 
 # Settings of a run that the grid sets itself.
 _SET_BY_GRID = ("name=", "out=", "optimizer.lr=", "data.dev_share=", "seed=")
-
-
-class VtabReportConfig(Settings):
-    """The report of one or more VTAB-1k sweeps."""
-
-    sweeps: list[PathText]
-    """Result folders of launch/vtab.py, as [runs/vit_b16/vtab/vit_paper-finetune]; the first is reported, the others
-    are compared with it
-    """
-    names: list[str] = []
-    """Names of the sweeps in the report; empty uses the folders' names."""
-    out: PathText = setting("", output="folder", holds="report of sweeps")
-    """Folder of the report; empty is <first sweep>/report."""
-
-    def check(self) -> None:
-        """Check what depends on several settings. Raises UserError."""
-        if self.names and len(self.names) != len(self.sweeps):
-            raise UserError(
-                f"names has {counted(len(self.names), 'name')} for {len(self.sweeps)} sweeps: give as many, or none."
-            )
 
 
 class CompareConfig(Settings):
@@ -70,27 +46,14 @@ class GridConfig(ExperimentConfig):
     """YAML file of the run, as configs/finetune/pets_384px.yaml"""
     settings: list[str] = []
     """Settings that override the run's file, as [init.weights=runs/vit_l16]."""
-    lr: list[PositiveFloat]
+    lr: Distinct[PositiveFloat]
     """Values of optimizer.lr to try, as [0.001,0.003,0.01,0.03]"""
     dev_share: float = setting(0.1, above=0, below=1)
     """Share of the training split held out to choose lr (data.dev_share)."""
     seeds: Seeds = [0, 1, 2]
     """Seeds of the final runs on the whole training split; the first is also used for the trials."""
-    also: list[PathText] = []
-    """More data sets to score the final weights on, as [datasets/imagenet_real:val,datasets/imagenet_v2:test]."""
 
     def check(self) -> None:
-        """Raise UserError for run settings that the grid sets itself, and for rates whose runs would have one name."""
+        """Raise UserError for run settings that the grid sets itself."""
         super().check()
         refuse_overrides("settings has", self.settings, _SET_BY_GRID, "this command sets for each run: leave it out.")
-        names = [self.trial_name(lr) for lr in self.lr]
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise UserError(
-                f"lr = {self.lr}: the runs of two of these rates would both be called {twice[0]}. Give rates that"
-                " differ in their first six digits."
-            )
-
-    @staticmethod
-    def trial_name(lr: float) -> str:
-        """Name of the run that tries a learning rate."""
-        return f"lr-{lr:g}"

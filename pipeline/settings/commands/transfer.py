@@ -5,7 +5,7 @@ A protocol fixes everything that makes two scores comparable; `configs/vtab/` ha
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat
 
 from pipeline.base.errors import UserError
 from pipeline.settings.quantities import (
@@ -60,10 +60,6 @@ class ProtocolConfig(Settings):
     schedule: ScheduleConfig = setting(ScheduleConfig, needs="method=finetune")
     l2: list[PositiveFloat] = setting([16.0, 128.0, 1024.0, 8192.0, 65536.0], min_items=1, needs="method=linear")
     """method=linear: strengths of ridge regression on whitened features to try."""
-    neighbours: list[PositiveInt] = setting([1, 5, 20], min_items=1, needs="method=knn")
-    """method=knn: numbers of neighbours to try."""
-    temperature: PositiveFloat = setting(0.07, needs="method=knn")
-    """method=knn: a vote's weight is exp(cosine similarity / temperature)."""
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
@@ -102,22 +98,15 @@ class VtabConfig(Settings):
     """Folder of results; empty is <run>/vtab/<protocol>-<method>, <run>/vtab/<step>-... for one of its checkpoints, and
     runs/vtab/<weights>-... for others.
     """
-    method: Literal["finetune", "linear", "knn"] = "finetune"
-    """finetune: train all weights; linear, knn (cheap): ridge regression or nearest neighbours on the features of the
-    unchanged weights.
-    """
+    method: Literal["finetune", "linear"] = "finetune"
+    """finetune: train all weights; linear (cheap): ridge regression on the features of the unchanged weights."""
     tasks: list[str] = []
     """Names of tasks; empty is all tasks whose data sets exist."""
     seeds: Seeds = setting([0], needs="method=finetune")
-    """Seeds of sample order and augmentation; each gives a score. Settings are chosen with the first; linear and knn do
-    not depend on seeds.
+    """Seeds of sample order and augmentation; each gives a score. Settings are chosen with the first; linear does not
+    depend on seeds.
     """
     protocol: ProtocolConfig = setting(ProtocolConfig)
-    pretrained_on: list[PathText] = []
-    """Data set that the weights were trained on, as folder or folder:split, or all of a mixture, as
-    [datasets/a,datasets/b]; the results then include the number of copies of test images that launch/dedup.py marked in
-    them. Without a split it is that of the weights' run, or train.
-    """
     micro_batch: Batch = 64
     """Images per forward pass, with gradient accumulation over a batch. It affects the random numbers of dropout, so
     use one value in a sweep.

@@ -63,7 +63,6 @@ def test_only_what_is_kept_has_an_address(tmp_path_factory, make_dataset, lists:
     assert split.manifest_rows(rows).tolist() == kept
     assert contents(split) == [str(row) for row in kept]
     assert split.keys(rows) == [f"class/{row}" for row in kept]
-    assert [split.row_of(f"class/{row}") for row in kept] == rows.tolist()
     assert [split.labels_of(row).tolist() for row in rows] == [LABELS[row] for row in kept]
     assert split.shard_of(rows).tolist() == [row // 7 for row in kept]
     assert split.shard_sizes.tolist() == np.bincount([row // 7 for row in kept], minlength=5).tolist()
@@ -88,10 +87,6 @@ def test_which_lists_are_honoured_is_a_choice(dataset: Dataset) -> None:
     (dataset.path / "exclude" / "none_of_train.parquet").unlink()
     with pytest.raises(UserError, match="'damage'"):
         dataset.split("train", "damage")
-    with pytest.raises(UserError, match="class/9"):
-        dataset.split("train").row_of("class/9")
-    with pytest.raises(UserError, match="class/99"):
-        dataset.split("train").row_of("class/99")
 
 
 def test_what_is_left_out_has_a_name_of_its_own(dataset: Dataset) -> None:

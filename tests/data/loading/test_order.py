@@ -35,15 +35,6 @@ def test_every_sample_once_an_epoch(order: SampleOrder, epoch: int) -> None:
     assert set(epochs.tolist()) == {epoch}
 
 
-@settings(max_examples=20)
-@given(order=orders(), row=st.integers(0, 10**6))
-def test_uses_are_the_inverse_of_rows(order: SampleOrder, row: int) -> None:
-    row %= order.num_samples
-    uses = order.uses(row, 3 * order.num_samples)
-    assert [epoch for epoch, _ in uses] == [0, 1, 2]
-    assert fresh(order).rows(np.array([position for _, position in uses]))[0].tolist() == [row] * 3
-
-
 @settings(max_examples=40)
 @given(order=orders(), steps=st.integers(1, 12))
 @pytest.mark.slow

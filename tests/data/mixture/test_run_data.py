@@ -71,11 +71,6 @@ def test_rows_labels_and_images_are_those_of_each_set(sets: Path) -> None:
     assert "an epoch is one of a: 135 samples of the mixture" in split.notes()
     rows = np.arange(len(split))
     assert split.keys(rows) == [key for part in split.parts for key in part.keys(np.arange(len(part)))]
-    assert split.rows_of(split.keys([140])[0]) == [140]
-    both = next(key for key in split.parts[1].keys(np.arange(40)) if key in split.parts[0].keys(np.arange(90)))
-    assert split.rows_of(both) == [90 * number + part.row_of(both) for number, part in enumerate(split.parts[:2])]
-    with pytest.raises(UserError, match="has no sample 'nowhere'"):
-        split.rows_of("nowhere")
     order = train_order(
         split, config(sets, "{path: b, weight: 0.25, limit: 40}, {path: b, weight: 0.25, split: extra}").data, 0, 20
     )
@@ -114,8 +109,6 @@ def test_a_balance_is_within_each_set(sets: Path) -> None:
     for first, epoch in ((0, 90), (90, 50)):
         of_epoch = labels[(rows >= first) & (rows < first + epoch)][:epoch]
         assert np.ptp(np.bincount(of_epoch)) <= 2  # Each within one of its share.
-    row = int(rows[7])
-    assert [position for _, position in order.uses(row, 200)] == np.flatnonzero(rows == row).tolist()
 
 
 def test_an_objective_without_labels_takes_any_set(sets: Path) -> None:

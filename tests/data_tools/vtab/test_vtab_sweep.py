@@ -87,7 +87,6 @@ def test_all_19_tasks_from_original_files_to_results(
     assert [row["task"] for row in results["scores"]] == [task.name for task in TASKS]
     assert results["checkpoint"] == {"path": str(weights), "sha256": digest_of(weights), "run_id": "abc123"}
     assert (results["method"], results["failed"], results["missing"]) == ("finetune", [], [])
-    assert results["contamination"] == dict.fromkeys(results["data"])
     protocol = schema.load(VtabConfig, None, prepared).protocol
     assert results["protocol"] == {"name": "tiny", "sha256": protocol_sha256(protocol), **schema.to_dict(protocol)}
     for row, task in zip(results["scores"], TASKS, strict=True):

@@ -1,9 +1,9 @@
-"""Runs side by side: curves against steps, images seen and FLOPs, and scores at equal budgets of these."""
+"""Runs side by side: curves against steps, images seen and FLOPs."""
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,8 +12,8 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from pipeline.base.metric import SPREAD, title_of
 from pipeline.base.page import COLOURS, PngImage, add_legend, png, style_axes
-from pipeline.base.words import shorten, si
-from pipeline.review.record import RunRecord, Score, Series
+from pipeline.base.words import shorten
+from pipeline.review.record import RunRecord, Series
 from pipeline.review.statistics import Records, by_loss, in_seeds, listed, seed_groups
 
 # More runs than colours differ by the style of their lines.
@@ -21,50 +21,16 @@ _STYLES = ("-", "--", ":", "-.")
 _MAX_NAME = 36
 # Window of the running mean of a series, as a share of the run; shorter series are drawn as they are.
 _SMOOTH, SMOOTH_FROM = 0.02, 100
-# Of a curve on 500 pixels; two values are drawn of each.
-_MAX_POINTS = 1000
 
 
-@dataclass(frozen=True)
-class Axis:
-    """What runs can be compared against. per_step: its amount in one step of a run, 0 if unknown."""
-
-    name: str
-    per_step: Callable[[RunRecord], float]
-
-
-STEPS = Axis("step", lambda record: 1.0)
-IMAGES = Axis("images seen", lambda record: float(record.images_per_step))
-FLOPS = Axis("training FLOPs", lambda record: record.images_per_step * record.flops_per_image)
-AXES = (STEPS, IMAGES, FLOPS)
+# What runs are compared against -> its amount in one step of a run, 0 if unknown.
+_AXES: dict[str, Callable[[RunRecord], float]] = {
+    "step": lambda record: 1.0,
+    "images seen": lambda record: float(record.images_per_step),
+    "training FLOPs": lambda record: record.images_per_step * record.flops_per_image,
+}
 
 
-def at_equal_budget(records: Mapping[str, RunRecord], axis: Axis) -> tuple[float, dict[str, Score | None]]:
-    """Returns (the largest budget that all runs reached by their last evaluation, run -> its newest score within that,
-    None without).
-
-    (0, {}) when a run has no evaluation, or its amounts are unknown.
-    """
-    if not all(record.scored for record in records.values()):
-        return 0.0, {}
-    amounts = {name: r.series[r.scored].steps * axis.per_step(r) for name, r in records.items()}
-    budget = float(min((of_run[-1] for of_run in amounts.values()), default=0))
-    if not budget:
-        return 0.0, {}
-    found: dict[str, Score | None] = {}
-    for name, record in records.items():
-        # Rounding must not exclude the evaluation that defines the budget.
-        within = np.flatnonzero(amounts[name] <= budget * (1 + 1e-9))
-        found[name] = record.score_at(int(within[-1]), record.scored) if len(within) else None
-    return budget, found
-
-
-def in_units(amount: float, axis: Axis) -> str:
-    """An amount of IMAGES or FLOPS in words, such as "50,688 images" or "1.94 TFLOP"."""
-    return si(amount, "FLOP") if axis is FLOPS else f"{amount:,.0f} images"
-
-
-# ---------------------------------------------------------------------- figures
 def curves(records: Records) -> list[PngImage]:
     """The figures of accuracy and loss on the evaluated images, of training loss, and of what objectives measure or log
     beside.
@@ -128,18 +94,18 @@ def draw_curves(
     if not any(series.steps[-1] > 0 for series in chosen.values()):  # Weights evaluated by themselves have no steps.
         return None
     groups = [group for of in seeds if (group := [name for name in of if name in chosen])]
-    axes_used = [axis for axis in AXES if any(axis.per_step(records[name]) for name in chosen)]
+    axes_used = [(x, amount) for x, amount in _AXES.items() if any(amount(records[name]) for name in chosen)]
     legend_rows = -(-len(groups) // 4) if len(groups) > 1 else 0
     figure = Figure(figsize=(15.0, 4.2 + 0.22 * legend_rows), dpi=110, layout="constrained")
-    for axis, axes in zip(axes_used, figure.subplots(1, len(axes_used), squeeze=False)[0], strict=True):
+    for (x, amount), axes in zip(axes_used, figure.subplots(1, len(axes_used), squeeze=False)[0], strict=True):
         for place, group in enumerate(groups):
             style = _STYLES[place // len(COLOURS) % len(_STYLES)]
             look = {"color": COLOURS[place % len(COLOURS)], "linestyle": style}
             for name in group:
-                if per_step := axis.per_step(records[name]):
+                if per_step := amount(records[name]):
                     label = shorten(in_seeds(group), _MAX_NAME) if name == group[0] else None
                     draw_line(axes, chosen[name].steps * per_step, chosen[name].values, look, label)
-        finish(axes, axis.name)
+        finish(axes, x)
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(EngFormatter())
     figure.suptitle(title)
@@ -166,25 +132,10 @@ def draw_line(
     """Draw values, non-finite ones as gaps; of a long series the running mean, and the values faintly."""
     values = finite(values)
     if len(values) >= SMOOTH_FROM:
-        seen = extremes(values)
-        axes.plot(amounts[seen], values[seen], color=look["color"], alpha=0.25, linewidth=0.8)
+        axes.plot(amounts, values, color=look["color"], alpha=0.25, linewidth=0.8)
         values = running_mean(values)
     marker = "o" if len(values) <= 40 else None
-    seen = extremes(values)
-    axes.plot(amounts[seen], values[seen], **look, marker=marker, markersize=3.5, linewidth=1.4, label=label)  # type: ignore[arg-type]
-
-
-def extremes(values: np.ndarray) -> np.ndarray:
-    """Places (ascending) of the values that a curve shows: all, or the least and the largest of every few, because
-    drawing more than its width in pixels shows takes most of the time of a comparison.
-    """
-    every = -(-len(values) // _MAX_POINTS)
-    if every < 2:
-        return np.arange(len(values))
-    padded = np.pad(values, (0, -len(values) % every), "edge").reshape(-1, every)
-    least, largest = (np.where(np.isnan(padded), fill, padded) for fill in (np.inf, -np.inf))
-    places = np.stack([least.argmin(1), largest.argmax(1)]) + every * np.arange(len(padded))
-    return np.unique([0, *places.clip(max=len(values) - 1).ravel(), len(values) - 1])
+    axes.plot(amounts, values, **look, marker=marker, markersize=3.5, linewidth=1.4, label=label)  # type: ignore[arg-type]
 
 
 def finite(values: np.ndarray) -> np.ndarray:
