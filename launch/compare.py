@@ -7,7 +7,7 @@ task; settings, data and code that differ. Runs are read from their folders; tho
 
   python launch/compare.py runs=[runs/vit,runs/resnet]
 
-Writes report.md, report.html (self-contained), figures (.png) and pairs.csv.
+Writes report.md, report.html (self-contained), figures (.png), runs.parquet and pairs.csv.
 """
 
 import sys

@@ -50,7 +50,7 @@ _MARKS: dict[Holds, tuple[str, ...]] = {
     "explanation": ("explain.json",),
     "verification": ("report.json", "damage.csv"),
     "statistics": ("stats.json",),
-    "comparison": ("pairs.csv",),
+    "comparison": ("runs.parquet",),
     "report of a run": ("report.html",),
     "segmentation": ("segmentation.json",),
 }

@@ -31,7 +31,7 @@ from pipeline.review.statistics import (
     pairs_of,
     scored_on,
 )
-from pipeline.review.table import differences, row, settings_that_differ
+from pipeline.review.table import as_parquet, differences, row, settings_that_differ
 from pipeline.settings.commands.reports import CompareConfig
 
 _TEMPLATE = Path(__file__).parent / "templates" / "comparison.j2"
@@ -57,7 +57,8 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
     pairs = [_pair_row(pair) for group in groups for pair in group.pairs]
     files: dict[str, bytes | str | None] = {
         # First: with report.html alone, the folder would be one of launch/report.py.
-        "pairs.csv": table_csv(pairs),
+        "runs.parquet": as_parquet(records),
+        "pairs.csv": table_csv(pairs) if pairs else None,
         **page(records, groups, curves(records)),
     }
     write_report(folder, files, ["comparison", *summary(records, groups)])
@@ -186,7 +187,7 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
         "Code": {},
     }
     for name, record in by_kind(records).items():
-        known = row(record)
+        known = row(name, record)
         for section in ("Runs", "Data", "Code"):
             sections[section][name] = {
                 column.replace("_", " "): shown(value) for column, value in known[section].items()

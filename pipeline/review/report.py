@@ -232,7 +232,7 @@ def code(record: RunRecord) -> Table:
     packages = [
         line for line in record.text("environment.txt").splitlines() if line.split("==")[0].lower() in _SHOWN_PACKAGES
     ]
-    known = row(record)["Code"] | {"packages": ", ".join(packages)}
+    known = row(record.name, record)["Code"] | {"packages": ", ".join(packages)}
     return Table(("", "value"), [(name.replace("_", " "), shown(value)) for name, value in known.items() if value])
 
 

@@ -1,8 +1,12 @@
-"""What reports show of runs, a row for each, and how runs differ."""
+"""One table of runs: a row for each run folder, which reports show and launch/compare.py writes as Parquet."""
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from pipeline.base.words import on_one_line
 from pipeline.checkpoint.store import Checkpoints
@@ -24,11 +28,28 @@ _TAGS = {
 }
 
 
-def row(record: RunRecord) -> dict[str, dict[str, Any]]:
-    """What is known of a run, by section of a page and column; None for what is unknown."""
-    origin, train, held_out = record.origin, record.dataset("training"), record.dataset("evaluation")
+def row(name: str, record: RunRecord) -> dict[str, dict[str, Any]]:
+    """What is known of a run, by section of a page and column; None for what is unknown. name: of the run in the
+    table.
+    """
+    last, best, origin = record.last_score, record.best_score, record.origin
+    train, held_out = record.dataset("training"), record.dataset("evaluation")
+    weights, _ = weights_of(record)
+    chosen = next((one for one in weights if "best" in one.roles), weights[-1] if weights else None)
     mixed = (f"{one.name} {one.split} {one.digest}" for one in record.datasets if "share" in one.notes)
     known: dict[str, dict[str, Any]] = {
+        "": {
+            "run": name,
+            "folder": str(record.folder),
+            "mlflow_run_id": record.run_id,
+            "outcome": record.outcome,
+            "training_seconds": record.training_seconds,
+            "ended": record.period[1],
+            "weights_sha256": chosen and chosen.sha256,
+            "score": last and last.name,
+            "score_images": last and last.num_samples,
+            "score_groups": last and last.effective < last.num_samples and last.effective,
+        },
         "Runs": {
             "kind": record.kind,
             "model": record.model_name,
@@ -57,7 +78,34 @@ def row(record: RunRecord) -> dict[str, dict[str, Any]]:
             "ranks": record.ranks,
         },
     }
-    return {section: {column: value or None for column, value in of.items()} for section, of in known.items()}
+    known = {section: {column: value or None for column, value in of.items()} for section, of in known.items()}
+    known[""]["seed"] = record.settings.get("seed")
+    for which, score in (("last", last), ("best", best)):
+        interval = score and score.interval
+        known[""] |= {
+            f"{which}_score": score and score.value,
+            f"{which}_low": interval and interval.low,
+            f"{which}_high": interval and interval.high,
+            f"{which}_step": score and score.step,
+        }
+    return known
+
+
+def as_parquet(records: Mapping[str, RunRecord]) -> bytes:
+    """A Parquet file of the rows, with each setting that differs (as text) and the last value of each metric."""
+    settings = settings_that_differ(records)
+    differ = sorted({key for of_run in settings.values() for key in of_run})
+    metrics = sorted({metric for record in records.values() for metric in record.series})
+    rows = []
+    for name, record in records.items():
+        last = {metric: float(series.values[-1]) for metric, series in record.series.items()}
+        rows.append(
+            {column: value for of in row(name, record).values() for column, value in of.items()}
+            | {f"setting.{key}": settings[name].get(key) for key in differ}
+            | {f"metric.{metric}": last.get(metric) for metric in metrics}
+        )
+    pq.write_table(pa.Table.from_pylist(rows), file := io.BytesIO())
+    return file.getvalue()
 
 
 def settings_that_differ(records: Mapping[str, RunRecord]) -> dict[str, dict[str, str]]:

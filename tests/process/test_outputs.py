@@ -104,7 +104,7 @@ HELD: dict[Holds, tuple[list[str], type, list[str]]] = {
     "data set": (["dataset.json", "samples.parquet"], data.ShardConfig, ["source=s"]),
     "evaluation": (["scores.json", "report.md", "per_class.csv"], weights.ScoreConfig, ["weights=w", "data=d"]),
     "explanation": (["explain.json"], weights.ExplainConfig, ["weights=w"]),
-    "comparison": (["report.md", "report.html", "pairs.csv"], reports.CompareConfig, ["runs=[a,b]"]),
+    "comparison": (["report.md", "report.html", "runs.parquet"], reports.CompareConfig, ["runs=[a,b]"]),
     "report of a run": (["report.md", "report.html"], reports.RunReportConfig, ["run=r"]),
     "verification": (["report.json"], data.VerifyConfig, ["data=d"]),
     "statistics": (["stats.json", "classes.csv"], data.StatsConfig, ["data=d"]),

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from review_runs import write_run
 
@@ -153,6 +154,11 @@ def test_more_runs_than_colours_are_compared(tmp_path: Path) -> None:
     ]
     config = schema.load(CompareConfig, None, [f"runs=[{','.join(map(str, folders))}]", f"out={tmp_path / 'out'}"])
     compare.run(config)
+    found = pq.read_table(tmp_path / "out" / "runs.parquet").to_pydict()
+    assert found["last_score"] == pytest.approx([0.4 + i / 100 for i in range(13)])
+    assert found["setting.optimizer.lr"] == [str(0.001 * (i + 1)) for i in range(13)]
+    assert found["metric.loss"] == [1 / 20] * 13
+    assert "setting.seed" not in found
     with open(tmp_path / "out" / "pairs.csv") as file:
         assert len(list(csv.DictReader(file))) == 78
     assert {path.name for path in (tmp_path / "out").glob("*.png")} == {

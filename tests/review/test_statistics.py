@@ -234,7 +234,9 @@ def test_runs_from_weights_that_changed_are_no_seeds_of_each_other(tmp_path: Pat
         for seed, (name, origin) in enumerate(origins.items())
     }
     assert statistics.seed_groups(records) == [("a",), ("b", "c")]
-    assert [table.row(record)["Data"]["parent_sha256"] for record in records.values()] == [w * 64 for w in "abb"]
+    assert [table.row(name, record)["Data"]["parent_sha256"] for name, record in records.items()] == [
+        w * 64 for w in "abb"
+    ]
     others = {"excluded": "2 of copies.txt"}
     records["c"] = replace(records["c"], parameters={**records["c"].parameters, **others})
     records["b"] = replace(records["b"], tags={**records["b"].tags, "teacher": "runs/large, step 5"})
