@@ -9,7 +9,6 @@ import math
 import shutil
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
@@ -26,10 +25,6 @@ from pipeline.base.gallery import DPI, Tile, sheet
 from pipeline.base.page import png
 from pipeline.base.words import counted, printable, si
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.augment import resize, resize_method
-from pipeline.data.loading.decode import inspect, left_out
-from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.data.loading.values import to_rgb
 from pipeline.data.storage.atomic import replacing
 from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split
 from pipeline.evaluate.classify import requests
@@ -43,14 +38,10 @@ from pipeline.evaluate.loaded_model import (
 )
 from pipeline.evaluate.patches import draw_components, patch_components
 from pipeline.evaluate.predict import open_images
-from pipeline.evaluate.segmentation.linear import scaled
-from pipeline.evaluate.segmentation.pairs import decode_whole, in_order
 from pipeline.model import checkpoint_note
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.process.outputs import existing_folder, hold, try_output
-from pipeline.process.waits import worked
 from pipeline.settings.commands.weights import FeaturesConfig
-from pipeline.settings.quantities import ImageSize
 
 # A row and its features; or why its image cannot be read.
 Item = tuple[int, np.ndarray | str]
@@ -65,8 +56,6 @@ _KEY_AND_LABEL = [*TABLE][:2]
 Shape = tuple[int, int, int]
 # Similar images that are drawn, at most.
 _NUM_LIKE = 16
-# The longest side of a picture of patches.
-_SIDE = 360
 
 
 def run(config: FeaturesConfig) -> list[tuple[str, float]]:
@@ -81,9 +70,7 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
         for suffix, of in ((".similar", config.like), (".components", config.pictures)):
             if of:
                 try_output("sheet", _sheet(config, suffix), "new")
-    # For grids of any size, positions are resampled from the weights' own.
-    own_size = replace(config, eval_crop="resize", image_size=None)
-    loaded = load_model(own_size if config.eval_crop == "aspect" else config)
+    loaded = load_model(config)
     if config.tokens == "patches":
         refuse_without_patches(config.weights, loaded.model)
     images, _ = open_images(config, loaded)
@@ -182,23 +169,17 @@ def _write_patches(config: FeaturesConfig, loaded: LoadedModel, images: AdhocSpl
     Images that cannot be read are left out. Raises UserError for a disk that is too small, before anything is computed.
     """
     split, out, is_folder = images.split, Path(config.out), not config.out.endswith(".parquet")
-    vit, own_aspect = loaded.vit.config, config.eval_crop == "aspect"
-    read_size = ImageSize.parse(min(config.image_size or vit.image_size)) if own_aspect else loaded.image_size
-    crop = config.eval_crop if own_aspect else loaded.view.eval_crop
-    shape = (*vit.grid_at(*read_size), vit.width)
+    vit, crop = loaded.vit.config, loaded.view.eval_crop
+    shape = (*vit.grid, vit.width)
     size, free = 2 * len(split) * math.prod(shape), shutil.disk_usage(existing_folder(out)).free
-    about = f"{counted(len(split), 'image')} of {'at least ' * own_aspect}{shape[0]} x {shape[1]} patches with"
+    about = f"{counted(len(split), 'image')} of {shape[0]} x {shape[1]} patches with"
     print(f"{about} {shape[2]:,} features as float16: {si(size, 'B')}", flush=True)
     if size > free:
         raise UserError(
             f"out = {out}: {si(size, 'B')} are needed, and {si(free, 'B')} are free there. Choose another disk, fewer"
             " images, or a smaller image_size."
         )
-    if own_aspect:
-        vit.check_any_grid()
-        items: Generator[Item, None, None] = _one_by_one(config, loaded, split, read_size.height)
-    else:
-        items = _features(config, loaded, split, lambda pixels: loaded.patch_features(pixels).half())
+    items = _features(config, loaded, split, lambda pixels: loaded.patch_features(pixels).half())
     chosen = np.linspace(0, len(split) - 1, min(config.pictures, len(split))).round().astype(int).tolist()
     problems, drawn = dict[int, str](), dict[int, np.ndarray]()
 
@@ -211,7 +192,7 @@ def _write_patches(config: FeaturesConfig, loaded: LoadedModel, images: AdhocSpl
                 drawn[row] = value
             yield row, value
 
-    facts = _metadata(config, loaded, image_size=str(read_size), eval_crop=crop)
+    facts = _metadata(config, loaded, image_size=str(loaded.image_size), eval_crop=crop)
     picture = out / "components.png" if is_folder else _sheet(config, ".components")
     with closing(items), new_output(out, is_folder) as path:
         (_fill_folder if is_folder else _fill_table)(path, readable(), images, shape, facts)
@@ -219,10 +200,10 @@ def _write_patches(config: FeaturesConfig, loaded: LoadedModel, images: AdhocSpl
         picture.unlink(missing_ok=True)  # No older one stays beside a new table.
     print_unreadable(problems, split.keys, "left out")
     print(f"{_counted(split, problems)}. features of patches: {out}")
-    if crop not in ("aspect", "resize"):
+    if crop != "resize":
         print("note: these are patches of the central crop; eval_crop=resize reads the whole image")
     if drawn:
-        figure = _draw_patches(config, loaded, images, drawn, read_size.height)
+        figure = _draw_patches(config, loaded, images, drawn)
         with replacing(picture) as file:
             file.write(png(figure, DPI, loaded.pixels.describe_shown()))
         print(f"sheet: {picture}")
@@ -263,59 +244,12 @@ def _file(row: int) -> str:
     return f"{row:08}.npy"
 
 
-def _own_aspect_reader(
-    config: FeaturesConfig, loaded: LoadedModel, split: Split, short: int, left_out_of: dict[int, set[str]]
-) -> Callable[[int], np.ndarray]:
-    """Returns the thread-safe function row -> image (H, W, C) of the type of a batch, of the short side `short`, both
-    sides as near to it and to the image's aspect as multiples of the patch are.
-
-    left_out_of: filled as `SplitReader.left_out`. The function raises as `decode_whole` and `ShardReader.read`.
-    """
-    reader, patch = ShardReader(split), loaded.vit.config.patch_pixels
-    pixels = loaded.pixels.reading(split.pixels, config.weights, ", ".join(config.images))
-
-    def read(row: int) -> np.ndarray:
-        data = reader.read(row)
-        image, _ = decode_whole(data, pixels, loaded.pixels)
-        if split.left_out is None:
-            left_out_of[row] = left_out(inspect(data, decode_all=False), loaded.pixels)
-        height, width = (max(1, round(side / patch)) * patch for side in scaled(image.shape[0], image.shape[1], short))
-        return resize(image, (width, height), resize_method(image, (height, width), loaded.view))
-
-    return read
-
-
-def _one_by_one(config: FeaturesConfig, loaded: LoadedModel, split: Split, short: int) -> Generator[Item, None, None]:
-    """The features of the patches of each image, as `_features`; short: as of `_own_aspect_reader`."""
-    problems = dict[int, str]()
-    with loaded.reading(split, config) as reader:
-        read = _own_aspect_reader(config, loaded, split, short, reader.left_out)
-        for row, image in worked(in_order(read, range(len(split)), config.threads), "computing", len(split)):
-            if isinstance(image, str):
-                problems[row] = image
-                if excess := reader.budget.excess(problems, split, len(split)):
-                    raise UserError(excess)
-                yield row, image
-                continue
-            with torch.no_grad():
-                (values,) = loaded.patch_features(torch.from_numpy(image[None]), any_size=True).half().cpu().numpy()
-            one = np.array([row])
-            refuse_not_finite(config.weights, split, one, one[[not np.isfinite(values).all()]])
-            yield row, values
-
-
 def _draw_patches(
-    config: FeaturesConfig, loaded: LoadedModel, images: AdhocSplit, features: dict[int, np.ndarray], short: int
+    config: FeaturesConfig, loaded: LoadedModel, images: AdhocSplit, features: dict[int, np.ndarray]
 ) -> Figure:
-    """Images and the components of their patches. features: of rows. short: as of `_one_by_one`."""
+    """Images and the components of their patches. features: of rows."""
     rows, vit = [*features], loaded.vit.config
-    if config.eval_crop == "aspect":
-        whole = list(map(_own_aspect_reader(config, loaded, images.split, short, {}), rows))
-        sizes = [(image.shape[0], image.shape[1]) for image in whole]
-        steps = [-(-max(size) // _SIDE) for size in sizes]
-        shown = [to_rgb(image[::step, ::step].copy(), loaded.pixels) for image, step in zip(whole, steps, strict=True)]
-    else:
-        shown, sizes = [*loaded.shown(config, images.split, np.array(rows))[1]], [vit.image_size] * len(rows)
+    shown, sizes = loaded.shown(config, images.split, np.array(rows))[1], [vit.image_size] * len(rows)
     tiles = [Tile(image, [caption]) for image, caption in zip(shown, images.captions(rows), strict=True)]
     found = patch_components([torch.from_numpy(of_image) for of_image in features.values()])
     return draw_components(found, vit.patch_pixels, sizes, tiles)

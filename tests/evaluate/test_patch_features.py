@@ -127,49 +127,26 @@ def test_a_table_a_folder_and_parts_hold_the_same(photos: Path, tmp_path: Path, 
         assert np.array_equal(np.load(folder / row["file"]), of_table)
 
 
-@pytest.mark.parametrize("crop", ["auto", "aspect"])
-def test_a_data_set_has_labels(crop: str, dataset: Path, tmp_path: Path) -> None:
-    out = run(save(tmp_path / "w.pt"), dataset, tmp_path / "out", f"eval_crop={crop}", "split=val")
+def test_a_data_set_has_labels(dataset: Path, tmp_path: Path) -> None:
+    out = run(save(tmp_path / "w.pt"), dataset, tmp_path / "out", "split=val")
     labels = pq.read_table(out / "index.parquet")["label"].to_pylist()
     assert len(labels) > 10
     assert {*labels} <= {*open_dataset(dataset).classes}
 
 
-def test_images_of_any_aspect_have_their_own_grids(photos: Path, tmp_path: Path) -> None:
-    """The short side is image_size; those whose sides are such multiples already are read as they are."""
-    weights = save(tmp_path / "w.pt", kernel="bicubic")
-    out = run(weights, photos, tmp_path / "out", "eval_crop=aspect")
-    index = {Path(row["key"]).stem: row for row in pq.read_table(out / "index.parquet").to_pylist()}
-    grids = [(row["rows"], row["columns"]) for row in index.values()]
-    assert grids == [(4, 4), (4, 6), (10, 4), (4, 4), (4, 6)], "20 x 31 becomes 16 x 25, and that 16 x 24"
-    for name in ("0", "1", "2", "3"):
-        pixels = np.array(Image.open(photos / f"{name}.png"))
-        # Bicubic positions of the weights, resampled when they are loaded.
-        model = models.load(weights, image_size=pixels.shape[:2])
-        with torch.no_grad():
-            expected = model.patch_features(torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 127.5 - 1)[0]
-        np.testing.assert_allclose(np.load(out / index[name]["file"]), expected, rtol=1e-3, atol=1e-3)
-    larger = run(weights, photos, tmp_path / "larger", "eval_crop=aspect", "image_size=32")
-    shapes = [np.load(larger / row["file"]).shape for row in pq.read_table(larger / "index.parquet").to_pylist()]
-    assert shapes == [(8, 8, 32), (8, 12, 32), (20, 8, 32), (8, 8, 32), (8, 12, 32)]
-
-
-@pytest.mark.parametrize("more", [[], ["eval_crop=aspect"]])
-def test_pictures_lie_beside_the_table_or_in_the_folder(more: list[str], photos: Path, tmp_path: Path) -> None:
+def test_pictures_lie_beside_the_table_or_in_the_folder(photos: Path, tmp_path: Path) -> None:
     weights = save(tmp_path / "w.pt")
-    sheets = [run(weights, photos, tmp_path / "out", "pictures=3", *more) / "components.png"]
-    if not more:
-        run(weights, photos, tmp_path / "t.parquet", "pictures=64")
-        sheets.append(tmp_path / "t.components.png")
+    sheets = [run(weights, photos, tmp_path / "out", "pictures=3") / "components.png"]
+    run(weights, photos, tmp_path / "t.parquet", "pictures=64")
+    sheets.append(tmp_path / "t.components.png")
     for sheet in sheets:
         assert np.asarray(Image.open(sheet).convert("RGB")).std() > 10
-    if not more:  # No older sheet stays beside a new table.
-        run(weights, photos, tmp_path / "t.parquet")
-        assert not sheets[-1].exists()
+    run(weights, photos, tmp_path / "t.parquet")  # No older sheet stays beside a new table.
+    assert not sheets[-1].exists()
 
 
-@pytest.mark.parametrize(("name", "crop"), [("table.parquet", "auto"), ("folder", "auto"), ("folder", "aspect")])
-def test_a_kill_leaves_nothing_that_looks_complete(name: str, crop: str, photos: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["table.parquet", "folder"])
+def test_a_kill_leaves_nothing_that_looks_complete(name: str, photos: Path, tmp_path: Path) -> None:
     weights, out = save(tmp_path / "w.pt"), tmp_path / "out" / name
     out.parent.mkdir()
     if (pid := os.fork()) == 0:
@@ -183,12 +160,12 @@ def test_a_kill_leaves_nothing_that_looks_complete(name: str, crop: str, photos:
 
         LoadedModel.patch_features = killed  # type: ignore[method-assign]
         features._PART_BYTES = 1
-        features.run(load(weights, photos, out, f"eval_crop={crop}"))
+        features.run(load(weights, photos, out))
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
     assert unfinished(out.parent) == [*out.parent.iterdir()]
     assert any(path.suffix in (".parquet", ".npy") for path in out.parent.rglob("*")), "it had begun"
-    run(weights, photos, out, f"eval_crop={crop}")
+    run(weights, photos, out)
     assert [*out.parent.iterdir()] == [out]
 
 
@@ -216,7 +193,6 @@ def test_what_cannot_be_is_refused_before_anything_is_computed(photos: Path, tmp
     monkeypatch.setattr(LoadedModel, "patch_features", None)
     for more, word in (
         ([f"like={photos / '0.png'}"], "like"),
-        (["eval_crop=aspect"], "eval_crop"),
         (["tokens=image", "pictures=4"], "pictures"),
         (["tokens=image", f"out={tmp_path / 'folder'}"], r"\.parquet"),
     ):
@@ -226,9 +202,6 @@ def test_what_cannot_be_is_refused_before_anything_is_computed(photos: Path, tmp
         run(weights, photos, photos)
     with pytest.raises(UserError, match="ResNet"):
         run(save(tmp_path / "r.pt", "BiT-R50x1", 32), photos, table)
-    axial = save(tmp_path / "a.pt", "Axial-ViT-B/8", width=32, num_heads=2, depth=2, mlp_width=32)
-    with pytest.raises(UserError, match="axial"):
-        run(axial, photos, tmp_path / "folder", "eval_crop=aspect")
     assert not table.exists()
 
 

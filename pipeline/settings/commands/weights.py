@@ -235,10 +235,6 @@ class PredictConfig(LossConfig, LookConfig):
 class FeaturesConfig(LookConfig):
     """The features of images: what the head reads, or would read."""
 
-    eval_crop: Literal["auto", "center", "resize", "resize_center", "aspect"] = "auto"  # type: ignore[assignment]
-    """As of evaluate.py; or aspect, for tokens=patches in a folder: resize the whole image so that its short side is
-    that of image_size, and both sides are multiples of the patch. Each image then has its own grid.
-    """
     tokens: Literal["image", "patches"] = "image"
     """image: a vector for each image, what the head reads. patches: one for each patch, after the last norm."""
     out: PathText = setting(output="new")
@@ -255,8 +251,6 @@ class FeaturesConfig(LookConfig):
         """Check that out suits what is written. Raises UserError."""
         super().check()
         is_table = self.out.endswith(".parquet")
-        if self.eval_crop == "aspect" and (is_table or self.tokens == "image"):
-            raise UserError("eval_crop = aspect gives each image its own grid: set tokens=patches, and out=FOLDER.")
         if self.tokens == "image" and not is_table:
             raise UserError(f"out = {as_typed(self.out)} must end in .parquet; tokens=patches can also write a folder.")
 
