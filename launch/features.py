@@ -9,7 +9,7 @@ on a GPU or a CPU.
   python launch/features.py weights=runs/photos data=datasets/photos split=train out=train.parquet
   python launch/features.py weights=facebook/dinov2-base source=holiday out=holiday.parquet image_size=224
   python launch/features.py weights=runs/photos source=holiday out=holiday.parquet like=cat.jpg
-  python launch/features.py weights=facebook/dinov2-base source=holiday tokens=patches out=patches.parquet pictures=16
+  python launch/features.py weights=facebook/dinov2-base source=holiday tokens=patches out=patches.parquet
   python launch/features.py weights=facebook/dinov2-base source=scans tokens=patches out=patches eval_crop=resize
 
 The table has one row per image: key, label (the true class if known, with its readable name if it has one, as

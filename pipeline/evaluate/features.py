@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from pipeline.base.errors import UserError
@@ -36,7 +35,6 @@ from pipeline.evaluate.loaded_model import (
     refuse_not_finite,
     refuse_without_patches,
 )
-from pipeline.evaluate.patches import draw_components, patch_components
 from pipeline.evaluate.predict import open_images
 from pipeline.model import checkpoint_note
 from pipeline.monitor.mlflow.weights import with_local_weights
@@ -67,9 +65,8 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
     config = with_local_weights(config)
     if config.out.endswith(".parquet"):
         hold(Path(config.out), is_file=True)
-        for suffix, of in ((".similar", config.like), (".components", config.pictures)):
-            if of:
-                try_output("sheet", _sheet(config, suffix), "new")
+        if config.like:
+            try_output("sheet", _sheet(config), "new")
     loaded = load_model(config)
     if config.tokens == "patches":
         refuse_without_patches(config.weights, loaded.model)
@@ -90,8 +87,8 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
     return _draw_neighbours(config, loaded, query, images, rows, similarities[rows])
 
 
-def _sheet(config: FeaturesConfig, suffix: str) -> Path:
-    return Path(config.out).with_suffix(f"{suffix}.png")
+def _sheet(config: FeaturesConfig) -> Path:
+    return Path(config.out).with_suffix(".similar.png")
 
 
 def _metadata(config: FeaturesConfig, loaded: LoadedModel, image_size: str, **more: str) -> dict[str, bytes]:
@@ -153,7 +150,7 @@ def _write_table(
             writer.write_table(pa.table([split.keys([*part]), images.labels(part), *columns], schema))
         refuse_none_readable(", ".join(config.images), problems, split, len(split))
         if config.like:  # A kill before the new sheet is drawn leaves no older one beside the new table.
-            _sheet(config, ".similar").unlink(missing_ok=True)
+            _sheet(config).unlink(missing_ok=True)
     print_unreadable(problems, split.keys, "no vector")
     print(f"{_counted(split, problems)}, {loaded.model.config.num_features:,} features each. table: {out}")
     return similarities
@@ -180,33 +177,23 @@ def _write_patches(config: FeaturesConfig, loaded: LoadedModel, images: AdhocSpl
             " images, or a smaller image_size."
         )
     items = _features(config, loaded, split, lambda pixels: loaded.patch_features(pixels).half())
-    chosen = np.linspace(0, len(split) - 1, min(config.pictures, len(split))).round().astype(int).tolist()
-    problems, drawn = dict[int, str](), dict[int, np.ndarray]()
+    problems = dict[int, str]()
 
     def readable() -> Iterator[tuple[int, np.ndarray]]:
         for row, value in items:
             if isinstance(value, str):
                 problems[row] = value
-                continue
-            if row in chosen:
-                drawn[row] = value
-            yield row, value
+            else:
+                yield row, value
 
     facts = _metadata(config, loaded, image_size=str(loaded.image_size), eval_crop=crop)
-    picture = out / "components.png" if is_folder else _sheet(config, ".components")
     with closing(items), new_output(out, is_folder) as path:
         (_fill_folder if is_folder else _fill_table)(path, readable(), images, shape, facts)
         refuse_none_readable(", ".join(config.images), problems, split, len(split))
-        picture.unlink(missing_ok=True)  # No older one stays beside a new table.
     print_unreadable(problems, split.keys, "left out")
     print(f"{_counted(split, problems)}. features of patches: {out}")
     if crop != "resize":
         print("note: these are patches of the central crop; eval_crop=resize reads the whole image")
-    if drawn:
-        figure = _draw_patches(config, loaded, images, drawn)
-        with replacing(picture) as file:
-            file.write(png(figure, DPI, loaded.pixels.describe_shown()))
-        print(f"sheet: {picture}")
 
 
 def _fill_table(
@@ -244,17 +231,6 @@ def _file(row: int) -> str:
     return f"{row:08}.npy"
 
 
-def _draw_patches(
-    config: FeaturesConfig, loaded: LoadedModel, images: AdhocSplit, features: dict[int, np.ndarray]
-) -> Figure:
-    """Images and the components of their patches. features: of rows."""
-    rows, vit = [*features], loaded.vit.config
-    shown, sizes = loaded.shown(config, images.split, np.array(rows))[1], [vit.image_size] * len(rows)
-    tiles = [Tile(image, [caption]) for image, caption in zip(shown, images.captions(rows), strict=True)]
-    found = patch_components([torch.from_numpy(of_image) for of_image in features.values()])
-    return draw_components(found, vit.patch_pixels, sizes, tiles)
-
-
 def _draw_neighbours(
     config: FeaturesConfig,
     loaded: LoadedModel,
@@ -274,11 +250,11 @@ def _draw_neighbours(
     note = "The first image, and those whose features have the largest cosine similarity to its own."
     of_query = [[Tile(image, [Path(config.like).stem])]]
     figure = sheet(tiles, "Similar images", note, loaded.image_size, of_query)
-    with replacing(_sheet(config, ".similar")) as file:
+    with replacing(_sheet(config)) as file:
         file.write(png(figure, DPI, loaded.pixels.describe_shown()))
     for key, similarity, label in about:
         print(printable(f"{similarity:.4f}  {key}  {label or ''}".rstrip()))
-    print(f"sheet: {_sheet(config, '.similar')}")
+    print(f"sheet: {_sheet(config)}")
     return [(key, similarity) for key, similarity, _ in about]
 
 

@@ -134,17 +134,6 @@ def test_a_data_set_has_labels(dataset: Path, tmp_path: Path) -> None:
     assert {*labels} <= {*open_dataset(dataset).classes}
 
 
-def test_pictures_lie_beside_the_table_or_in_the_folder(photos: Path, tmp_path: Path) -> None:
-    weights = save(tmp_path / "w.pt")
-    sheets = [run(weights, photos, tmp_path / "out", "pictures=3") / "components.png"]
-    run(weights, photos, tmp_path / "t.parquet", "pictures=64")
-    sheets.append(tmp_path / "t.components.png")
-    for sheet in sheets:
-        assert np.asarray(Image.open(sheet).convert("RGB")).std() > 10
-    run(weights, photos, tmp_path / "t.parquet")  # No older sheet stays beside a new table.
-    assert not sheets[-1].exists()
-
-
 @pytest.mark.parametrize("name", ["table.parquet", "folder"])
 def test_a_kill_leaves_nothing_that_looks_complete(name: str, photos: Path, tmp_path: Path) -> None:
     weights, out = save(tmp_path / "w.pt"), tmp_path / "out" / name
@@ -193,7 +182,6 @@ def test_what_cannot_be_is_refused_before_anything_is_computed(photos: Path, tmp
     monkeypatch.setattr(LoadedModel, "patch_features", None)
     for more, word in (
         ([f"like={photos / '0.png'}"], "like"),
-        (["tokens=image", "pictures=4"], "pictures"),
         (["tokens=image", f"out={tmp_path / 'folder'}"], r"\.parquet"),
     ):
         with pytest.raises(UserError, match=word):

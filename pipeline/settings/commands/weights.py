@@ -242,10 +242,6 @@ class FeaturesConfig(LookConfig):
     like: PathText = setting("", needs="tokens=image")
     """An image file: the 16 most similar images are drawn on a sheet beside the table, .similar.png. Empty draws none.
     """
-    pictures: int = setting(0, min=0, max=64, needs="tokens=patches")
-    """Number of images that are drawn, at equal distances in their order, and their patches in the colours of their
-    first three principal components: components.png beside the table or in the folder.
-    """
 
     def check(self) -> None:
         """Check that out suits what is written. Raises UserError."""
