@@ -43,15 +43,11 @@ from pipeline.settings.commands.weights import FeaturesConfig
 
 # A row and its features; or why its image cannot be read.
 Item = tuple[int, np.ndarray | str]
-# Images whose features are in memory at a time, about; of patches, their bytes.
-_PART, _PART_BYTES = 8192, 2**25
+_PART = 8192  # Images whose features are in memory at a time, about.
 # Lists of fixed size would fit, but pyarrow cannot read such a column again if it has nulls.
 TABLE = pa.schema(
     [("key", pa.string()), ("label", pa.string()), ("vector", pa.list_(pa.float32())), ("problem", pa.string())]
 )
-_KEY_AND_LABEL = [*TABLE][:2]
-# (rows, columns, D) of the features of an image's patches.
-Shape = tuple[int, int, int]
 # Similar images that are drawn, at most.
 _NUM_LIKE = 16
 
@@ -63,7 +59,7 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
     before anything is written.
     """
     config = with_local_weights(config)
-    if config.out.endswith(".parquet"):
+    if config.tokens == "image":
         hold(Path(config.out), is_file=True)
         if config.like:
             try_output("sheet", _sheet(config), "new")
@@ -161,11 +157,11 @@ def _counted(split: Split, problems: dict[int, str]) -> str:
 
 
 def _write_patches(config: FeaturesConfig, loaded: LoadedModel, images: AdhocSplit) -> None:
-    """Write the features of the patches of each image: float16 (rows, columns, D), into a table or a folder.
+    """Write the features of the patches of each image: float16 (rows, columns, D), into a folder.
 
     Images that cannot be read are left out. Raises UserError for a disk that is too small, before anything is computed.
     """
-    split, out, is_folder = images.split, Path(config.out), not config.out.endswith(".parquet")
+    split, out = images.split, Path(config.out)
     vit, crop = loaded.vit.config, loaded.view.eval_crop
     shape = (*vit.grid, vit.width)
     size, free = 2 * len(split) * math.prod(shape), shutil.disk_usage(existing_folder(out)).free
@@ -187,8 +183,8 @@ def _write_patches(config: FeaturesConfig, loaded: LoadedModel, images: AdhocSpl
                 yield row, value
 
     facts = _metadata(config, loaded, image_size=str(loaded.image_size), eval_crop=crop)
-    with closing(items), new_output(out, is_folder) as path:
-        (_fill_folder if is_folder else _fill_table)(path, readable(), images, shape, facts)
+    with closing(items), new_output(out, is_folder=True) as path:
+        _fill(path, readable(), images, facts)
         refuse_none_readable(", ".join(config.images), problems, split, len(split))
     print_unreadable(problems, split.keys, "left out")
     print(f"{_counted(split, problems)}. features of patches: {out}")
@@ -196,39 +192,16 @@ def _write_patches(config: FeaturesConfig, loaded: LoadedModel, images: AdhocSpl
         print("note: these are patches of the central crop; eval_crop=resize reads the whole image")
 
 
-def _fill_table(
-    path: Path, items: Iterator[tuple[int, np.ndarray]], images: AdhocSplit, shape: Shape, facts: dict[str, bytes]
-) -> None:
-    kind = pa.fixed_shape_tensor(pa.float16(), shape, dim_names=["row", "column", "feature"])
-    schema = pa.schema([*_KEY_AND_LABEL, ("features", kind)], facts)
-    step = max(1, _PART_BYTES // (2 * math.prod(shape)))
-    # Floats neither repeat nor shrink.
-    how = {"compression": "none", "use_dictionary": False, "write_statistics": False}
-    with path.open("wb") as file, pq.ParquetWriter(file, schema, **how) as writer:
-        while part := list(islice(items, step)):
-            rows, flat = [row for row, _ in part], np.concatenate([values.ravel() for _, values in part])
-            lists = pa.FixedSizeListArray.from_arrays(pa.array(flat), math.prod(shape))
-            features = pa.ExtensionArray.from_storage(kind, lists)
-            writer.write_table(pa.table([images.split.keys(rows), images.labels(rows), features], schema))
-
-
-def _fill_folder(
-    path: Path, items: Iterator[tuple[int, np.ndarray]], images: AdhocSplit, _: Shape, facts: dict[str, bytes]
-) -> None:
+def _fill(path: Path, items: Iterator[tuple[int, np.ndarray]], images: AdhocSplit, facts: dict[str, bytes]) -> None:
     path.mkdir()
-    grids: dict[int, tuple[int, ...]] = {}
+    files: dict[int, str] = {}
     for row, values in items:
+        files[row] = f"{row:08}.npy"
         np.save(content := io.BytesIO(), values)
-        (path / _file(row)).write_bytes(content.getbuffer())  # np.save would not say that a disk is full.
-        grids[row] = values.shape
-    schema = pa.schema([*_KEY_AND_LABEL, ("file", pa.string()), ("rows", pa.int32()), ("columns", pa.int32())], facts)
-    names, files = [images.split.keys([*grids]), images.labels(grids)], list(map(_file, grids))
-    sides = [[grid[axis] for grid in grids.values()] for axis in (0, 1)]
-    pq.write_table(pa.table([*names, files, *sides], schema), path / "index.parquet")
-
-
-def _file(row: int) -> str:
-    return f"{row:08}.npy"
+        (path / files[row]).write_bytes(content.getbuffer())  # np.save would not say that a disk is full.
+    schema = pa.schema([*TABLE][:2], facts).append(pa.field("file", pa.string()))
+    columns = [images.split.keys([*files]), images.labels(files), [*files.values()]]
+    pq.write_table(pa.table(columns, schema), path / "index.parquet")
 
 
 def _draw_neighbours(

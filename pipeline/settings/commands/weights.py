@@ -238,7 +238,7 @@ class FeaturesConfig(LookConfig):
     tokens: Literal["image", "patches"] = "image"
     """image: a vector for each image, what the head reads. patches: one for each patch, after the last norm."""
     out: PathText = setting(output="new")
-    """File for the table, .parquet; for tokens=patches a new folder, too: a .npy for each image, and index.parquet"""
+    """File for the table, .parquet; for tokens=patches a new folder: a .npy for each image, and index.parquet"""
     like: PathText = setting("", needs="tokens=image")
     """An image file: the 16 most similar images are drawn on a sheet beside the table, .similar.png. Empty draws none.
     """
@@ -246,9 +246,8 @@ class FeaturesConfig(LookConfig):
     def check(self) -> None:
         """Check that out suits what is written. Raises UserError."""
         super().check()
-        is_table = self.out.endswith(".parquet")
-        if self.tokens == "image" and not is_table:
-            raise UserError(f"out = {as_typed(self.out)} must end in .parquet; tokens=patches can also write a folder.")
+        if self.out.endswith(".parquet") != (self.tokens == "image"):
+            raise UserError(f"out = {as_typed(self.out)}: tokens=image writes a .parquet, tokens=patches a folder.")
 
 
 class ChooseConfig(LookConfig):
