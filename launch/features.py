@@ -1,8 +1,8 @@
 """Command: write the features of images or their patches, and find similar images. See `pipeline/evaluate/features.py`.
 
 Write the features of images as Parquet: the vector that the head reads, or would read, of any weights, with a head or
-without; with tokens=patches those of each patch, as a .npy for each image. Images are files, folders,
-tars or a data set, preprocessed exactly as for launch/evaluate.py. With like=IMAGE, the images whose features are
+without; with tokens=patches those of each patch, as a .npy for each image. Images are files, folders
+or a data set, preprocessed exactly as for launch/evaluate.py. With like=IMAGE, the images whose features are
 most similar (by cosine) are listed, and drawn on a sheet beside the table (holiday.similar.png). Runs in one process,
 on a GPU or a CPU.
 

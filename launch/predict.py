@@ -1,6 +1,6 @@
 """Command: predict the most likely classes of images, or numbers. See `pipeline/evaluate/predict.py`.
 
-Predict the most likely classes of images, with probabilities, from files, folders, tars or a data set. Images are
+Predict the most likely classes of images, with probabilities, from files, folders or a data set. Images are
 preprocessed exactly as for launch/evaluate.py. Runs in one process, on a GPU or a CPU.
 
   python launch/predict.py weights=runs/photos source=holiday

@@ -259,10 +259,7 @@ def open_named(
 
 
 def _below(key: str, places: Sequence[str]) -> str:
-    """The path of an image below its place: a folder, or a tar; of a file that is given by name, the name."""
-    _, is_in_tar, member = key.partition(".tar/")
-    if is_in_tar:
-        return member
+    """The path of an image below its folder; of a file that is given by name, the name."""
     below = [str(Path(key).relative_to(folder)) for folder in places if Path(key).is_relative_to(folder)]
     return min(below, key=len, default=Path(key).name)
 

@@ -209,7 +209,7 @@ def _scored_on(config: SegmentConfig) -> tuple[str, str]:
     """
     place = (config.val_source or config.images)[0].rstrip("/")
     parts = [part for part in Path(place).parts if not set(part) & set("*?[/") and part not in (".", "..", "images")]
-    names = [part.removesuffix(".tar") for part in parts] or ["images"]
+    names = parts or ["images"]
     if is_dataset([place]):
         return names[-1], config.val_split or _HELD_OUT
     split = names.pop() if names[-1].lower() in _SPLITS and len(names) > 1 else "val"
@@ -274,14 +274,11 @@ def open_others(config: SegmentConfig, folder: Path, model: Pixels) -> tuple[Spl
     """The images of `config.apply`, whose masks are to be written into `folder`; how the model reads them; and name of
     each predicted mask, a path below `folder` without suffix -> row.
 
-    model: what the weights read. Raises UserError for names that are not unique or lead out of the folder, images that
+    model: what the weights read. Raises UserError for names that are not unique, images that
     the model cannot read, and if masks that are read are in the folder.
     """
     opened, names = open_named(config, "apply", config.apply_split, config.exclude, model=model)
     target, apply = folder.resolve(), f"apply = {', '.join(config.apply)}"
-    for name in names:
-        if not (target / name).resolve().is_relative_to(target):
-            raise UserError(f"{apply}: {name!r} would be written outside of {folder}.")
     for place in (*config.images, *config.masks, *config.val_source, *config.val_masks, *config.apply):
         if "://" not in place and Path(place).resolve().is_relative_to(target):
             raise UserError(f"apply writes masks into {folder}, where {place} is read. Set another out.")

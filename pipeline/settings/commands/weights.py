@@ -180,7 +180,7 @@ class GivenConfig(Settings):
 
     needs_images: ClassVar[bool] = True
     source: list[PathText] = []
-    """Images: image files, folders, tars of samples (with wildcards * and ?)."""
+    """Images: image files and folders (with wildcards * and ?)."""
     data: PathText = ""
     """In place of source: folder or URL (s3://, gs://) of a data set, made by launch/shard.py."""
     exclude: str = "all"
