@@ -27,8 +27,8 @@ Drawing = Literal[
 ]
 # For launch/choose.py: with 40,000 images, the similarities of all pairs take 6.4 GB.
 MAX_CANDIDATES = 40_000
-# Formats of export that are one file. By its suffix, the first one that has it is chosen.
-_FILE_SUFFIXES = {"safetensors": ".safetensors", "npz": ".npz", "big_vision": ".npz", "onnx": ".onnx"}
+# Formats of export that are one file.
+_FILE_SUFFIXES = {"safetensors": ".safetensors", "npz": ".npz", "onnx": ".onnx"}
 DRAWINGS: tuple[Drawing, ...] = get_args(Drawing)
 
 
@@ -131,12 +131,11 @@ class ExportConfig(Settings):
 
     weights: PathText
     """Weights: a run, a checkpoint, other projects', or OWNER/NAME on the Hugging Face hub (docs/weights.md)"""
-    format: Literal["auto", "safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "huggingface_mae"] = (
-        "auto"
-    )
+    format: Literal["auto", "safetensors", "timm", "huggingface", "npz", "onnx", "huggingface_mae"] = "auto"
     """safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer and
-    BiT; big_vision: its .npz; onnx: a graph, with a script that predicts classes by it; huggingface_mae: MAE with its
-    decoder, as transformers load it. auto: by the suffix of out (.safetensors, .npz, .onnx)
+    BiT, or big_vision's without a class token; onnx: a graph, with a script that predicts classes by it;
+    huggingface_mae: MAE with its decoder, as transformers load it. auto: by the suffix of out (.safetensors, .npz,
+    .onnx)
     """
     out: PathText = setting(output="new")
     """File (.safetensors, .npz, .onnx), or for timm, huggingface and huggingface_mae a new folder"""
