@@ -146,16 +146,6 @@ def test_the_script_beside_a_graph_predicts_as_predict_does(tmp_path):
     assert lines.keys() - expected.keys() == {str(deep)}
     assert "8 bits" in lines[str(deep)]
     assert {image: lines[image].split()[0] for image in expected} == {name: c[0][0] for name, c in expected.items()}
-    limits = {f"class{i}": 0.15 + 0.02 * i for i in range(5)}
-    (tmp_path / "few.csv").write_text("class,threshold\n" + "".join(f"{c},{limit}\n" for c, limit in limits.items()))
-    for image, classes in expected.items():  # Of the last loss, softmax.
-        told = [name for name, share in classes if share >= limits[name]]
-        assert [name for name, _ in model.predict(image, thresholds=limits)] == told
-    ended = subprocess.run([*command, "--thresholds", tmp_path / "few.csv"], capture_output=True, text=True)
-    assert {line.count("%") for line in ended.stdout.splitlines()} > {1, 2}
-    (tmp_path / "few.csv").write_text("class,threshold\nclass0,0.5\n")
-    ended = subprocess.run([*command, "--thresholds", tmp_path / "few.csv"], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, "'class1'" in ended.stderr) == (2, "", True)
 
 
 @pytest.mark.parametrize("crop", ["center", "resize", "resize_center"])

@@ -25,7 +25,7 @@ from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.base.page import PngImage
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.evaluate import mistakes, predict, render, score_report
+from pipeline.evaluate import mistakes, render, score_report
 from pipeline.evaluate.intervals import of_samples
 from pipeline.evaluate.loaded_model import evaluation_view, output_folder
 from pipeline.evaluate.probes.probe import choose_samples
@@ -34,7 +34,7 @@ from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings import schema
 from pipeline.settings.commands.data import ExcludeConfig
-from pipeline.settings.commands.weights import PredictConfig, ScoreConfig
+from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.settings.run import TrackConfig
 
 SIDE, K = 8, 6
@@ -190,59 +190,28 @@ def test_images_without_a_label_are_counted(weights: Path, make_dataset, tmp_pat
     assert softmax["loss"] == pytest.approx(labelled["loss"])
 
 
-def test_several_labels_have_average_precisions_and_thresholds(
-    make_dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """scikit-learn's mAP; thresholds from another split, which launch/predict.py applies."""
+def test_several_labels_have_average_precisions(make_dataset, tmp_path: Path) -> None:
+    """scikit-learn's mAP, precision, recall and F1."""
     rng = np.random.default_rng(0)
-    labels = {
-        name: [sorted(set(rng.integers(0, K - 1, 2).tolist()))[: rng.integers(0, 3)] for _ in range(n)]
-        for name, n in {"dev": 60, "val": 70}.items()
-    }
-    data = make_dataset(labels, CLASSES, {"val": BAD["val"], "dev": []}, groups=lambda row: f"p{row // 7}")
+    labels = [sorted(set(rng.integers(0, K - 1, 2).tolist()))[: rng.integers(0, 3)] for _ in range(70)]
+    data = make_dataset({"val": labels}, CLASSES, {"val": BAD["val"]}, groups=lambda row: f"p{row // 7}")
     weights, out = save(tmp_path / "random.pt", K, classes=CLASSES), tmp_path / "out"
-    scores = score_report.run(config(weights, data, f"out={out}", "shots=0", "thresholds_split=dev"))
-    model = models.load(weights).eval()
+    scores = score_report.run(config(weights, data, f"out={out}", "shots=0"))
     with torch.no_grad():
-        shares = {
-            name: model(pixels_of(data, name, bad)).sigmoid().numpy() for name, bad in (("val", True), ("dev", False))
-        }
-    shares["val"][BAD["val"]] = -1
-    hot = {name: np.array([[c in of for c in range(K)] for of in labels[name]]) for name in labels}
-    expected = metrics.average_precision_score(hot["val"][:, : K - 1], shares["val"][:, : K - 1], average="macro")
+        shares = models.load(weights).eval()(pixels_of(data, "val")).sigmoid().numpy()
+    shares[BAD["val"]] = -1
+    hot = np.array([[c in of for c in range(K)] for of in labels])
+    expected = metrics.average_precision_score(hot[:, : K - 1], shares[:, : K - 1], average="macro")
     assert scores["map"] == pytest.approx(expected)
     assert scores["map_low"] < scores["map"] < scores["map_high"]
     rows = list(csv.DictReader((out / "per_label.csv").open()))
     assert [row["class"] for row in rows] == CLASSES
-    limits = np.array([float(row["threshold"]) for row in rows])
-    assert limits[K - 1] == 0.5, "no image of the split has this class"
-    for c in range(K - 1):
-        best = max(metrics.f1_score(hot["dev"][:, c], shares["dev"][:, c] >= limit) for limit in shares["dev"][:, c])
-        assert metrics.f1_score(hot["dev"][:, c], shares["dev"][:, c] >= limits[c]) == pytest.approx(best)
-    found = metrics.precision_recall_fscore_support(hot["val"], shares["val"] >= limits, zero_division=0)
+    found = metrics.precision_recall_fscore_support(hot, shares >= 0.5, zero_division=0)
     for name, column in zip(("precision", "recall", "f1", "images"), found, strict=True):
         assert [float(row[name]) for row in rows] == pytest.approx(column), name
-    assert f"thresholds={out / 'per_label.csv'}" in capsys.readouterr().out
     assert "<h2>Labels</h2>" in (out / "report.html").read_text()
-
-    settings = [f"weights={weights}", f"data={data.path}", "device=cpu", "max_bad_share=0.1"]
-    table = predict.run(schema.load(PredictConfig, None, [*settings, f"thresholds={out / 'per_label.csv'}"]))
-    by_image: dict[str, set[int]] = {f"val{row}": set() for row in range(70)}
-    for row in table.to_pylist():
-        by_image[row["image"]] |= {row["class_number"]} - {None}
-    assert list(by_image.values()) == [set(np.flatnonzero(row >= limits).tolist()) for row in shares["val"]]
-    assert len(table) > 70 - sum(map(bool, by_image.values()))
-    (tmp_path / "few.csv").write_text("class,threshold\nant,0.5\n")
-    for file in ("few.csv", "none.csv"):
-        with pytest.raises(UserError, match="thresholds"):
-            predict.run(schema.load(PredictConfig, None, [*settings, f"thresholds={tmp_path / file}"]))
-    # Without a split for them: 0.5 for all.
-    again = score_report.run(config(weights, data, f"out={out}", "shots=0"))
-    assert again["map"] == scores["map"]
-    assert {row["threshold"] for row in again["per_label"]} == {0.5}
-    for more in (["thresholds_split=val"], ["ordinal=true"]):
-        with pytest.raises(UserError, match=more[0].partition("=")[0]):
-            score_report.run(config(weights, data, f"out={out}", "shots=0", *more))
+    with pytest.raises(UserError, match="ordinal"):
+        score_report.run(config(weights, data, f"out={out}", "shots=0", "ordinal=true"))
 
 
 def test_grades_have_a_quadratic_kappa(weights: Path, data: Dataset, tmp_path: Path) -> None:

@@ -98,10 +98,6 @@ class ScoreConfig(LossConfig, ViewConfig, ProbeConfig, MlflowConfig):
     """Match classes by name, and refuse data with one that the weights do not have; false: by number."""
     ordinal: bool = setting(False, needs="classify")
     """The classes are grades in the order of the data set (0 to 4, say): also score quadratic weighted kappa."""
-    thresholds_split: str = setting("", needs="classify")
-    """Of images with several labels: split on which the threshold of each class is chosen, that of the largest F1.
-    Empty scores them at 0.5.
-    """
     folds: NonNegativeInt = 0
     """To find wrong labels, in place of all other scores: predict each image of split by a linear layer on the features
     that is fitted to the images of the other folds (5, say); 0: off.
@@ -114,11 +110,6 @@ class ScoreConfig(LossConfig, ViewConfig, ProbeConfig, MlflowConfig):
         if self.folds:
             return
         self.check_splits("", self.split)
-        if self.thresholds_split == self.split:
-            raise UserError(
-                f"thresholds_split = split = {self.split}: thresholds would be scored on the images that they are"
-                " chosen on. Name another split."
-            )
         if not self.classify and not self.probes:
             raise UserError(
                 "classify=false with shots=0, neighbours=0 and rankme_images=0 leaves nothing to score: set one of"
@@ -222,10 +213,6 @@ class PredictConfig(LossConfig, LookConfig):
 
     top: PositiveInt = 5
     """Number of classes per image, the most likely first."""
-    thresholds: PathText = ""
-    """per_label.csv of launch/evaluate.py: of each image, in place of top, the classes whose probability is at least
-    their threshold.
-    """
     out: PathText = setting("", output="file", pattern=r"^$|\.(csv|parquet)$")
     """File for the whole table, .csv or .parquet; empty prints its first rows."""
 
