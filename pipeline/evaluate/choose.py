@@ -26,7 +26,7 @@ from pipeline.evaluate.predict import read_class_names, with_readable_labels
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.commands.weights import ChooseConfig
 
-_CANDIDATES, _AT_RANDOM = Purpose.named("candidates of a choice"), Purpose.named("choice at random")
+_CANDIDATES = Purpose.named("candidates of a choice")
 _MAX_DRAWN = 10 * MAX_IMAGES
 
 
@@ -70,14 +70,6 @@ def run(config: ChooseConfig) -> list[str]:
         (folder / "choice.csv").write_bytes(table_csv(table))
         (folder / "sheet.png").write_bytes(_draw(config, loaded, images, rows, table))
     print(f"{len(chosen):,} of {counted(len(found), 'candidate')} chosen, in {config.out}")
-    at_random = random_numbers.permutation(len(found), config.seed, _AT_RANDOM)[: len(chosen)]
-    similarity, of_random = (
-        np.maximum(coverage.nearest(found, found[places])[0], covered).mean() for places in (chosen, at_random)
-    )
-    print(
-        f"mean cosine similarity of an image to the nearest chosen or labelled one: {similarity:.3f}; of as many random"
-        f" ones {of_random:.3f}"
-    )
     table_file, more = f"{config.out}/choice.csv", [] if group_names is None else ["group_column=group"]
     command = command_line("shard", f"source={table_file}", *more)
     print(f"fill in the column label of {table_file}, then: {command} out=...")
