@@ -3,7 +3,7 @@
 import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -97,32 +97,18 @@ def open_adhoc_split(
 
 
 def open_places(config: GivenConfig, names: Sequence[str], pixels: Pixels, **splits: str) -> list[AdhocSplit]:
-    """Open the places of some settings, and print what is left out. Arguments as of `open_adhoc_split`, and as of
-    `refuse_without_dataset`, which is called.
+    """Open the places of some settings, and print what is left out. Arguments as of `open_adhoc_split`.
+
+    splits: setting of a split -> setting of the places that it is of.
     """
     given = {name: getattr(config, name) for name in ("exclude", *splits, *splits.values())}
     opened = [
         open_adhoc_split(given[of], given[split], given["exclude"], names, config.setting_of(of), pixels)
         for split, of in splits.items()
     ]
-    refuse_without_dataset(config, **splits)
     for note in dict.fromkeys(note for images in opened for note in images.split.notes()):
         print(note)
     return opened
-
-
-def refuse_without_dataset(config: GivenConfig, **splits: str) -> None:
-    """Raise UserError for settings that select samples of a data set, where only files are read.
-
-    splits: setting of a split -> setting of the places that it is of. `exclude` is of all of them.
-    """
-    of_files = {split: of for split, of in splits.items() if not is_dataset(getattr(config, of))}
-    if len(of_files) == len(splits):
-        of_files["exclude"] = "images"
-    defaults = {field.name: field.default for field in fields(config)}
-    for name, of in of_files.items():
-        if getattr(config, name) != defaults[name]:
-            raise UserError(f"{name} = {getattr(config, name)} is of a data set, but {of} are files. Leave it out.")
 
 
 def is_dataset(places: Sequence[str]) -> bool:

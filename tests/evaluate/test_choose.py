@@ -146,7 +146,6 @@ def test_candidates_are_a_random_part_by_the_seed(weights: Path, photos: Path, t
             "labelled=PHOTOS",
             r"of 21 candidates 0 can .*, fewer than num = 21",
         ),
-        (3, "labelled=PHOTOS labelled_split=val", "labelled_split = val"),
     ],
 )
 def test_mistakes_leave_nothing(num: int, more: str, message: str, weights: Path, photos: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.values import to_rgb
 from pipeline.data.storage.atomic import replacing, write_files
 from pipeline.evaluate import architecture
-from pipeline.evaluate.adhoc_split import is_dataset, refuse_without_dataset
+from pipeline.evaluate.adhoc_split import is_dataset
 from pipeline.evaluate.loaded_model import (
     LoadedModel,
     load_model,
@@ -86,10 +86,6 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     folder = output_folder(config.out, config.weights, "segment", "-".join(_scored_on(config)), holds="segmentation")
     hold(folder)
     others = open_others(config, folder / _MASKS, loaded.pixels) if config.apply else None
-    splits = {"split": "masks" if is_dataset(config.masks) else "images"}
-    if config.apply:
-        splits["apply_split"] = "apply"
-    refuse_without_dataset(config, **splits)
     remedy = "Check the images and masks, or raise max_bad_share."
     budget = BadBudget(config.max_bad_share, "max_bad_share", remedy, config.least_bad)
     classes = scan(config, budget, learnt, scored)

@@ -172,7 +172,7 @@ class GivenConfig(Settings):
     """Images: image files and folders (with wildcards * and ?)."""
     data: PathText = ""
     """In place of source: folder or URL (s3://, gs://) of a data set, made by launch/shard.py."""
-    exclude: str = "all"
+    exclude: str = setting("all", needs="data")
     """Of a data set: lists of excluded samples (exclude/*.parquet) to apply: all, none, or names separated by commas.
     """
 

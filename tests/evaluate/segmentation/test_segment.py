@@ -170,8 +170,6 @@ def test_what_is_refused_before_anything_is_written(write_pairs: Write, weights:
         run.run(command(tmp_path / "bit.pt", places, out))
     with pytest.raises(UserError, match=r"short_side = 12 .*image_size = 16"):
         run.run(command(weights, places, out, "short_side=12"))
-    with pytest.raises(UserError, match="apply_split = val"):
-        run.run(command(weights, places, out, f"apply={places[0]}", "apply_split=val"))
     for number in range(12):
         Image.new("L", (5, 5), number % 3).save(places[1] / f"part.{number % 2}/{number}.png")
     with pytest.raises(UserError, match=r"max_bad_share.*32 x 24 pixels, its mask 5 x 5"):
