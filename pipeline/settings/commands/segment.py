@@ -41,10 +41,6 @@ class SegmentConfig(GroupsConfig, GivenConfig, WeightsConfig, MlflowConfig):
     """Short side to which images are resized for the score, at least image_size, the side of the windows; 0 is
     image_size.
     """
-    flip_vertical: bool = False
-    """Mirror crops upside down by half, too, for images that have no up: cells, tiles from above."""
-    turns: bool = False
-    """Turn each crop by a random multiple of 90 degrees."""
     steps: PositiveInt = 4000
     """Steps of training (40,000 for ADE20K in DINOv3)."""
     train_batch: Batch = 16
