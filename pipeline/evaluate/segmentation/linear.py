@@ -144,7 +144,8 @@ def random_crop(
     side: int,
     draw: Callable[[int], float],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A square of a randomly scaled image, mirrored by half, its classes with it: (H, W, C) and int16 (H, W) -> (S, S, C) and int16 (S, S).
+    """A square of a randomly scaled image, mirrored by half, its classes with it: (H, W, C) and int16 (H, W) -> (S, S,
+    C) and int16 (S, S).
 
     The short side of the image becomes short_side (S, if that is 0) times a number of `SCALES`. Where the image ends
     before the square, pixels are `outside`, (C,), and have no class. draw: uniform numbers of this crop.

@@ -24,7 +24,7 @@ from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.groups import group_finder, refuse_one_group
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.augment import MAX_ASPECT
-from pipeline.data.loading.decode import DecodeError, decode, exif_orientation, is_image, upright, with_pillow
+from pipeline.data.loading.decode import DecodeError, decode, is_image, with_pillow
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.values import model_values
 from pipeline.evaluate.adhoc_split import AdhocSplit, is_dataset, open_adhoc_split
@@ -254,10 +254,8 @@ def pair_reader(pairs: MaskedPairs, classes: MaskClasses) -> Callable[[int], tup
     images, masks = ShardReader(pairs.images), ShardReader(pairs.masks)
 
     def read(number: int) -> tuple[np.ndarray, np.ndarray]:
-        image, orientation = decode_whole(images.read(int(pairs.rows[number])), pairs.pixels, pairs.model)
+        image = decode_whole(images.read(int(pairs.rows[number])), pairs.pixels, pairs.model)
         mask, size = decode_mask(masks.read(int(pairs.mask_rows[number]))), image.shape[:2]
-        if orientation >= 5 and mask.shape == size[::-1] != size:  # It was drawn on the image as stored.
-            mask = upright(mask, orientation)
         if mask.shape != size:
             raise DecodeError(f"{size[1]} x {size[0]} pixels, its mask {mask.shape[1]} x {mask.shape[0]}")
         return image, classes.numbers(mask)
@@ -265,8 +263,8 @@ def pair_reader(pairs: MaskedPairs, classes: MaskClasses) -> Callable[[int], tup
     return read
 
 
-def decode_whole(data: bytes, pixels: Pixels, model: Pixels) -> tuple[np.ndarray, int]:
-    """(image (H, W, C) as `model` reads it by `pixels`, EXIF orientation of a JPEG).
+def decode_whole(data: bytes, pixels: Pixels, model: Pixels) -> np.ndarray:
+    """Image (H, W, C) as `model` reads it by `pixels`.
 
     Raises DecodeError, also for an image that is too long to be resized.
     """
@@ -274,7 +272,7 @@ def decode_whole(data: bytes, pixels: Pixels, model: Pixels) -> tuple[np.ndarray
     height, width = image.shape[:2]
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise DecodeError(f"{width} x {height} pixels: one side is more than {MAX_ASPECT} times the other")
-    return image, exif_orientation(data)
+    return image
 
 
 def in_order(

@@ -13,7 +13,7 @@ from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.data.loading.decode import DecodeError, upright
+from pipeline.data.loading.decode import DecodeError
 from pipeline.evaluate.segmentation.pairs import NO_CLASS, open_pairs, pair_reader, scan
 
 BUDGET = BadBudget(0.001)
@@ -116,29 +116,6 @@ def test_a_pair_is_read_with_its_classes(write_pairs: Write, capsys: pytest.Capt
         assert np.array_equal(pixels[known], COLOURS[numbers[known]])
         assert not known[:8, :8].any()
         assert known.sum() == 24 * 32 - 64
-
-
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("size", [(24, 32), (24, 24)])
-def test_an_image_that_exif_turns_and_its_mask(orientation: int, size: tuple[int, int], write_pairs: Write) -> None:
-    """Of a mask as drawn on the image as it is stored, and of one as drawn on the upright image."""
-    images, masks = write_pairs(4, size=size)
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    for name in ("part.0/0", "part.1/1"):
-        Image.open(images / f"{name}.png").save(images / f"{name}.jpg", quality=95, subsampling=0, exif=exif)
-        (images / f"{name}.png").unlink()
-    drawn_upright = upright(np.asarray(Image.open(masks / "part.1/1.png")), orientation)
-    Image.fromarray(drawn_upright).save(masks / "part.1/1.png")
-    config = settings(images, masks, f"val_source={images}", f"val_masks={masks}")
-    train, _ = open_pairs(config, RGB8)
-    read = pair_reader(train, scan(config, BUDGET, train))
-    found = {name: read(number) for number, name in enumerate(train.names)}
-    told_by_size = size[0] != size[1] and orientation >= 5
-    for name in ["part.0/0"] * told_by_size + ["part.1/1"]:
-        pixels, numbers = found[name]
-        known = numbers != NO_CLASS
-        assert np.abs(pixels[known].astype(int) - COLOURS[numbers[known]]).mean() < 20, name
 
 
 def test_what_masks_cannot_tell_is_said_before_any_training(write_pairs: Write) -> None:

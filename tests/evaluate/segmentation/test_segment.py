@@ -98,7 +98,7 @@ def test_weights_of_a_mixture_read_a_set_by_its_own_range(tmp_path: Path) -> Non
     given = data, tmp_path / "masks", f"weights={tmp_path / 'w.pt'}", f"out={tmp_path / 'out'}", "steps=1"
     assert run.run(settings(*given))["num_samples"] == 2
     pairs, _ = open_pairs(settings(*given), pixels)
-    image, _ = decode_whole((reader := ShardReader(pairs.images)).read(0), pairs.pixels, pairs.model)
+    image = decode_whole((reader := ShardReader(pairs.images)).read(0), pairs.pixels, pairs.model)
     share = (decode(reader.read(0), pixels=bands).astype(np.float64) - 100) / 800
     assert np.array_equal(image, np.concatenate([np.full((16, 16, 3), 0.5), share], 2).astype(np.float32))
 
