@@ -19,7 +19,6 @@ from PIL import Image
 
 from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import UserError
-from pipeline.base.files import new_output
 from pipeline.data.loading.augment import write_eval_view
 from pipeline.evaluate import export, predict
 from pipeline.evaluate.onnx_predict import EvaluationView
@@ -178,22 +177,21 @@ def test_no_script_is_written_for_what_it_cannot_do(tmp_path, capsys):
     ("out", "form", "found"),
     [
         ("a.onnx", "auto", "onnx"),
-        ("a.safetensors", "auto", "safetensors"),
         ("vit.v2", "timm", "timm"),
+        ("a.pt", "auto", ""),
+        ("a.onnx", "npz", ""),
+        ("a.npz", "timm", ""),
+        ("a", "onnx", ""),
     ],
 )
 def test_the_suffix_says_the_format(out, form, found):
     config = ExportConfig(weights="w", format=form, out=out)
-    config.check()
-    assert config.written_format == found
-
-
-@pytest.mark.parametrize(
-    ("out", "form"), [("a", "auto"), ("a.pt", "auto"), ("a.onnx", "npz"), ("a.npz", "timm"), ("a", "onnx")]
-)
-def test_a_suffix_that_contradicts_the_format_is_refused(out, form):
+    if found:
+        config.check()
+        assert config.written_format == found
+        return
     with pytest.raises(UserError, match=r"\bout = .*(?=.*format)"):
-        ExportConfig(weights="w", format=form, out=out).check()
+        config.check()
 
 
 @pytest.mark.slow
@@ -322,20 +320,6 @@ def test_all_of_it_is_on_the_disk_before_it_has_its_name(weights, tmp_path, monk
     assert done[-1] == out.parent
 
 
-def test_what_a_killed_export_left_is_removed(weights, tmp_path):
-    out = tmp_path / "out" / "timm"
-    out.parent.mkdir()
-    if (pid := os.fork()) == 0:
-        with new_output(out, is_folder=True) as unfinished:
-            unfinished.mkdir()
-            os._exit(9)
-    os.waitpid(pid, 0)
-    assert not out.exists()
-    assert any(out.parent.iterdir())
-    run(weights, "timm", out)
-    assert os.listdir(out.parent) == ["timm"]
-
-
 def test_the_second_of_two_at_once_is_refused(weights, tmp_path, monkeypatch):
     write, out = export._write, tmp_path / "out" / "timm"
 
@@ -347,10 +331,3 @@ def test_the_second_of_two_at_once_is_refused(weights, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"timm was made by another process meanwhile\. Choose another path"):
         run(weights, "timm", out)
     assert [path.name for path in out.parent.iterdir()] == ["timm"]
-
-
-def test_a_folder_does_not_replace_a_file(weights, tmp_path):
-    (tmp_path / "mine").write_text("notes")
-    with pytest.raises(UserError, match=r"mine is an existing file\. Remove it"):
-        run(weights, "timm", tmp_path / "mine")
-    assert (tmp_path / "mine").read_text() == "notes"
