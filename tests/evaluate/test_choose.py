@@ -176,12 +176,3 @@ def test_images_of_a_labelled_data_set_without_a_label_do_not_count(
     assert "2 images" in capsys.readouterr().out
     with pytest.raises(UserError, match="no image of split 'none' has a label"):
         run(weights, data.path, tmp_path / "no", 2, "split=train", f"labelled={data.path}", "labelled_split=none")
-
-
-def test_labels_in_a_folder_are_never_replaced(weights: Path, photos: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "choice.csv").write_text("path,label\n1.png,cat\n")
-    with pytest.raises(UserError, match="is an existing folder"):
-        run(weights, photos, out, 3)
-    assert (out / "choice.csv").read_text() == "path,label\n1.png,cat\n"

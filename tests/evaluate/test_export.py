@@ -215,15 +215,6 @@ def test_another_size_and_no_head(weights, tmp_path):
     assert torch.equal(back.positions, resample_positions(load(weights).positions.detach(), (6, 6), "zoom", (4, 4)))
 
 
-def test_the_order_of_classes_without_names_is_said(weights, tmp_path, capsys):
-    run(weights, "npz", tmp_path / "named.npz")
-    assert "0 to 4" not in capsys.readouterr().out
-    run(tmp_path / "named.npz", "safetensors", tmp_path / "nameless.safetensors")  # An .npz keeps no names.
-    assert "0 to 4" in capsys.readouterr().out
-    run(tmp_path / "named.npz", "safetensors", tmp_path / "headless.safetensors", head=False)
-    assert "0 to 4" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("changes", [{}, {"pool": "gap"}, {"name": "BiT-R50x1", "units": (1,), "width": 32}])
 def test_an_npz_of_an_image_size_that_it_does_not_say(tmp_path, changes):
     """As ViT-H/14 at 384 px, whose patches leave pixels unseen, and a BiT at another size than 224."""

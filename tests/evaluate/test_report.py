@@ -234,16 +234,11 @@ def test_a_split_without_images_or_labels_has_no_scores(
     weights: Path, make_dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = make_dataset({"train": [[0], [1]], "bare": [[], []], "none": []}, CLASSES)
+    monkeypatch.setattr(score_report, "_forward", lambda *given: pytest.fail("read images"))
     for split, has in (("bare", "images, but no labels"), ("none", "no images")):
-        for more in ([], ["classify=false", "neighbours=1"]):
-            with pytest.raises(UserError, match=f"photos: split '{split}' has {has}, so nothing can be scored on it."):
-                score_report.run(config(weights, data, f"split={split}", f"out={tmp_path / 'out'}", *more))
-        # Neither read a split of thousands of images first.
-        monkeypatch.setattr(score_report, "_forward", lambda *given: pytest.fail("read images"))
-        with pytest.raises(UserError, match=f"train_split .*split '{split}' has {has}"):
-            score_report.run(
-                config(weights, data, "split=train", f"train_split={split}", f"out={tmp_path / 'out'}", "shots=1")
-            )
+        for more, named in ((f"split={split}", "photos"), (f"train_split={split}", "train_split .*")):
+            with pytest.raises(UserError, match=f"{named}: split '{split}' has {has}, so nothing can be scored on it."):
+                score_report.run(config(weights, data, "split=train", "shots=1", more, f"out={tmp_path / 'out'}"))
     assert not (tmp_path / "out").exists()
 
 

@@ -84,20 +84,6 @@ def test_endings_of_names(write_pairs: Write) -> None:
     assert opened(images, masks, "val_share=0.4", "image_suffix=_leftImg8bit", "mask_suffix=_labelIds") == before
 
 
-def test_held_out_images_of_their_own(write_pairs: Write) -> None:
-    images, masks = write_pairs(5)
-    others, their_masks = write_pairs(3, "val")
-    train, val = opened(images, masks, f"val_source={others}", f"val_masks={their_masks}")
-    assert (len(train), len(val)) == (5, 3)
-
-
-def test_of_a_data_set_val_share_needs_no_val_split(make_dataset: Callable[..., Dataset]) -> None:
-    data = make_dataset({"train": [[0]] * 4, "val": [[0]] * 2}, ["any"]).path
-    assert [len(names) for names in opened(data, data)] == [4, 2]
-    train, val = opened(data, data, "val_share=0.3", "val_split=")
-    assert len(train) + len(val) == 4
-
-
 def test_a_pair_is_read_with_its_classes(write_pairs: Write, capsys: pytest.CaptureFixture[str]) -> None:
     images, masks = write_pairs(6)
     Image.new("L", (5, 24)).save(masks / "part.0/0.png")
@@ -134,11 +120,3 @@ def test_images_that_are_learnt_from_and_scored_on_are_found(write_pairs: Write,
     assert len(train.places() & val.places()) == 6
     train, val = open_pairs(settings(images, masks, "val_share=0.3"), RGB8)
     assert not train.places() & val.places()
-
-
-def test_a_very_long_image_is_left_out(write_pairs: Write) -> None:
-    config = settings(*write_pairs(3, size=(8, 136)), "val_share=0.5")
-    train, _ = open_pairs(config, RGB8)
-    classes = scan(config, BUDGET, train)
-    with pytest.raises(DecodeError, match="136 x 8 pixels: one side is more than 16 times"):
-        pair_reader(train, classes)(0)
