@@ -170,9 +170,10 @@ def open_pairs(config: SegmentConfig, model: Pixels) -> tuple[MaskedPairs, Maske
     to the other; at least one.
     model: what the weights read.
     """
-    train = _paired(config, model, config.split)
+    train = _paired(config, model, config.split, "images", "masks")
     if config.val_source or (is_dataset(config.images) and config.val_split):
-        return train, _paired(config, model, config.val_split, "val_" * bool(config.val_source))
+        settings = ("val_source", "val_masks") if config.val_source else ("images", "masks")
+        return train, _paired(config, model, config.val_split, *settings)
     together = train.groups or train.names
     hashes = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in together]
     places = random_numbers.uniform(0, Purpose.named("segmentation held out"), np.array(hashes, np.uint64))
@@ -187,9 +188,8 @@ def open_pairs(config: SegmentConfig, model: Pixels) -> tuple[MaskedPairs, Maske
     return train.only(np.flatnonzero(~held_out)), train.only(np.flatnonzero(held_out))
 
 
-def _paired(config: SegmentConfig, model: Pixels, split: str, prefix: str = "") -> MaskedPairs:
-    """prefix: of the settings that name the places."""
-    settings = f"{prefix}source" if prefix else "images", f"{prefix}masks"
+def _paired(config: SegmentConfig, model: Pixels, split: str, *settings: str) -> MaskedPairs:
+    """settings: attributes that have the places of the images and of the masks."""
     images, masks = (f"{config.setting_of(name)} = {', '.join(getattr(config, name))}" for name in settings)
     opened, of_images = open_named(config, settings[0], split, config.exclude, config.image_suffix, model)
     opened_masks, of_masks = open_named(config, settings[1], split, "none", config.mask_suffix)
