@@ -1,7 +1,7 @@
 """Command: score weights on a data set and write a report. See `pipeline/evaluate/score_report.py`.
 
 Score weights on a split of a data set: top-1, top-5 (of more than five classes) and loss; precision, recall and F1 of
-each class; a confusion matrix; mAP and thresholds of several labels; few-shot linear and kNN accuracy of the features.
+each class; a confusion matrix; mAP of several labels; few-shot linear and kNN accuracy of the features.
 Scores have 95 % intervals over the images. Runs in one process, on a GPU or a CPU.
 
   python launch/evaluate.py weights=runs/vit_b16 data=datasets/imagenet

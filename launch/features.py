@@ -1,16 +1,15 @@
 """Command: write the features of images or their patches, and find similar images. See `pipeline/evaluate/features.py`.
 
 Write the features of images as Parquet: the vector that the head reads, or would read, of any weights, with a head or
-without; with tokens=patches those of each patch, as Parquet or as a .npy for each image. Images are files, folders,
-tars or a data set, preprocessed exactly as for launch/evaluate.py. With like=IMAGE, the images whose features are
+without; with tokens=patches those of each patch, as a .npy for each image. Images are files, folders
+or a data set, preprocessed exactly as for launch/evaluate.py. With like=IMAGE, the images whose features are
 most similar (by cosine) are listed, and drawn on a sheet beside the table (holiday.similar.png). Runs in one process,
 on a GPU or a CPU.
 
   python launch/features.py weights=runs/photos data=datasets/photos split=train out=train.parquet
   python launch/features.py weights=facebook/dinov2-base source=holiday out=holiday.parquet image_size=224
   python launch/features.py weights=runs/photos source=holiday out=holiday.parquet like=cat.jpg
-  python launch/features.py weights=facebook/dinov2-base source=holiday tokens=patches out=patches.parquet pictures=16
-  python launch/features.py weights=facebook/dinov2-base source=scans tokens=patches out=patches eval_crop=aspect
+  python launch/features.py weights=facebook/dinov2-base source=holiday tokens=patches out=patches
 
 The table has one row per image: key, label (the true class if known, with its readable name if it has one, as
 launch/predict.py writes it), vector (float32), problem. The same images, weights and settings give the same bytes on
@@ -20,9 +19,7 @@ than 10, are an error; with many, set max_bad_share=1. To read the table:
   table = pyarrow.parquet.read_table("train.parquet")
   vectors = numpy.stack(table["vector"].drop_null().to_numpy())           # (images, features)
 
-Of patches, features are tensors of float16, and images that cannot be read are left out:
-
-  features = table["features"].combine_chunks().to_numpy_ndarray()        # (images, rows, columns, features)
+Of patches, features are float16 (rows, columns, features), and images that cannot be read are left out.
 
 See docs/explain.md.
 """

@@ -1,6 +1,6 @@
 """Command: predict the most likely classes of images, or numbers. See `pipeline/evaluate/predict.py`.
 
-Predict the most likely classes of images, with probabilities, from files, folders, tars or a data set. Images are
+Predict the most likely classes of images, with probabilities, from files, folders or a data set. Images are
 preprocessed exactly as for launch/evaluate.py. Runs in one process, on a GPU or a CPU.
 
   python launch/predict.py weights=runs/photos source=holiday
@@ -8,7 +8,7 @@ preprocessed exactly as for launch/evaluate.py. Runs in one process, on a GPU or
   python launch/predict.py weights=runs/photos data=datasets/photos split=test out=predictions.parquet
 
 The table has one row per image and class: image, label (the true class, if known), rank, class, class_number,
-probability; with thresholds=FILE, the classes that reach their threshold. Of weights that predict numbers, it has one
+probability. Of weights that predict numbers, it has one
 row per image, with a column for each number. An unreadable image has one row, with the reason in column problem. More
 of them than max_bad_share, and than 10, are an error; with many, set max_bad_share=1.
 """

@@ -26,7 +26,7 @@ from pipeline.evaluate.predict import read_class_names, with_readable_labels
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.commands.weights import ChooseConfig
 
-_CANDIDATES, _AT_RANDOM = Purpose.named("candidates of a choice"), Purpose.named("choice at random")
+_CANDIDATES = Purpose.named("candidates of a choice")
 _MAX_DRAWN = 10 * MAX_IMAGES
 
 
@@ -45,15 +45,11 @@ def run(config: ChooseConfig) -> list[str]:
     mean = values.mean(0)
     found = coverage.directions(values, mean)
     covered = np.full(len(found), -1, np.float32)
-    group_names, seen = images.split.group_names, None
+    group_names = images.split.group_names
     for of in labelled:
-        with_labels = _with_labels(of, config)
-        _, theirs = _features(config, loaded, of.split, with_labels, "labelled")
+        _, theirs = _features(config, loaded, of.split, _with_labels(of, config), "labelled")
         covered, _ = coverage.nearest(found, coverage.directions(theirs, mean))
-        if group_names is not None and (their_names := of.split.group_names) is not None:
-            seen = np.isin(group_names[rows], np.unique(their_names[with_labels]))
-    groups = None if group_names is None else np.unique(group_names[rows], return_inverse=True)[1]
-    chosen = coverage.choose(found, config.num, covered, groups, seen)
+    chosen = coverage.choose(found, config.num, covered)
     if len(chosen) < config.num:
         raise UserError(
             f"of {counted(len(candidates), 'candidate')} {len(chosen):,} can be read and are not copies of each other"
@@ -74,15 +70,7 @@ def run(config: ChooseConfig) -> list[str]:
         (folder / "choice.csv").write_bytes(table_csv(table))
         (folder / "sheet.png").write_bytes(_draw(config, loaded, images, rows, table))
     print(f"{len(chosen):,} of {counted(len(found), 'candidate')} chosen, in {config.out}")
-    at_random = random_numbers.permutation(len(found), config.seed, _AT_RANDOM)[: len(chosen)]
-    similarity, of_random = (
-        np.maximum(coverage.nearest(found, found[places])[0], covered).mean() for places in (chosen, at_random)
-    )
-    print(
-        f"mean cosine similarity of an image to the nearest chosen or labelled one: {similarity:.3f}; of as many random"
-        f" ones {of_random:.3f}"
-    )
-    table_file, more = f"{config.out}/choice.csv", [] if groups is None else ["group_column=group"]
+    table_file, more = f"{config.out}/choice.csv", [] if group_names is None else ["group_column=group"]
     command = command_line("shard", f"source={table_file}", *more)
     print(f"fill in the column label of {table_file}, then: {command} out=...")
     return [line["key"] for line in table]

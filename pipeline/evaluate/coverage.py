@@ -38,31 +38,21 @@ def nearest(images: np.ndarray, to: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return largest, at
 
 
-def choose(
-    images: np.ndarray, num: int, covered: np.ndarray, groups: np.ndarray | None = None, seen: np.ndarray | None = None
-) -> np.ndarray:
+def choose(images: np.ndarray, num: int, covered: np.ndarray) -> np.ndarray:
     """int64 (k,): the indices of the chosen images, each the one that adds most to those before it; the first of
     equals.
 
     images: directions, float32 (n, D). covered: float32 (n,), how similar each already is to one with a label, -1 to
-    none. k is `num`, or less if all others are copies of chosen ones or of ones with a label. groups: int64 (n,), not
-    negative, of images that are alike, such as of a patient: only images of the groups with the fewest chosen ones are
-    considered, so that a large group does not crowd out others. seen: bool (n,), whether an image of its group has a
-    label, which counts as one chosen. Takes 4 n**2 bytes of memory.
+    none. k is `num`, or less if all others are copies of chosen ones or of ones with a label. Takes 4 n**2 bytes of
+    memory.
     """
-    of = np.zeros(len(images), np.int64) if groups is None else groups
-    num_chosen = np.zeros(of.max() + 1, np.int64)
-    if seen is not None:
-        num_chosen[of[seen]] = 1
     similar = images @ images.T
     best = covered.copy()
     gains = np.array([np.maximum(row - best, 0).sum() for row in similar])
     known_at = np.zeros(len(images), np.int64)  # The number of chosen images when the gain was computed.
     chosen: list[int] = []
     while len(chosen) < num and np.isfinite(gains.max()):
-        turns = num_chosen[of]
-        is_next = turns == turns[np.isfinite(gains)].min()
-        top = int(np.where(is_next, gains, -np.inf).argmax())
+        top = int(gains.argmax())
         if best[top] >= _COPY:
             gains[top] = -np.inf
             continue
@@ -71,7 +61,6 @@ def choose(
             known_at[top] = len(chosen)
             continue
         chosen.append(top)
-        num_chosen[of[top]] += 1
         np.maximum(best, similar[top], out=best)
         gains[top] = -np.inf
     return np.array(chosen, np.int64)

@@ -9,7 +9,6 @@ import math
 import shutil
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
@@ -17,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from pipeline.base.errors import UserError
@@ -26,10 +24,6 @@ from pipeline.base.gallery import DPI, Tile, sheet
 from pipeline.base.page import png
 from pipeline.base.words import counted, printable, si
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.augment import resize, resize_method
-from pipeline.data.loading.decode import inspect, left_out
-from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.data.loading.values import to_rgb
 from pipeline.data.storage.atomic import replacing
 from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split
 from pipeline.evaluate.classify import requests
@@ -41,32 +35,21 @@ from pipeline.evaluate.loaded_model import (
     refuse_not_finite,
     refuse_without_patches,
 )
-from pipeline.evaluate.patches import draw_components, patch_components
 from pipeline.evaluate.predict import open_images
-from pipeline.evaluate.segmentation.linear import scaled
-from pipeline.evaluate.segmentation.pairs import decode_whole, in_order
 from pipeline.model import checkpoint_note
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.process.outputs import existing_folder, hold, try_output
-from pipeline.process.waits import worked
 from pipeline.settings.commands.weights import FeaturesConfig
-from pipeline.settings.quantities import ImageSize
 
 # A row and its features; or why its image cannot be read.
 Item = tuple[int, np.ndarray | str]
-# Images whose features are in memory at a time, about; of patches, their bytes.
-_PART, _PART_BYTES = 8192, 2**25
+_PART = 8192  # Images whose features are in memory at a time, about.
 # Lists of fixed size would fit, but pyarrow cannot read such a column again if it has nulls.
 TABLE = pa.schema(
     [("key", pa.string()), ("label", pa.string()), ("vector", pa.list_(pa.float32())), ("problem", pa.string())]
 )
-_KEY_AND_LABEL = [*TABLE][:2]
-# (rows, columns, D) of the features of an image's patches.
-Shape = tuple[int, int, int]
 # Similar images that are drawn, at most.
 _NUM_LIKE = 16
-# The longest side of a picture of patches.
-_SIDE = 360
 
 
 def run(config: FeaturesConfig) -> list[tuple[str, float]]:
@@ -76,14 +59,11 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
     before anything is written.
     """
     config = with_local_weights(config)
-    if config.out.endswith(".parquet"):
+    if config.tokens == "image":
         hold(Path(config.out), is_file=True)
-        for suffix, of in ((".similar", config.like), (".components", config.pictures)):
-            if of:
-                try_output("sheet", _sheet(config, suffix), "new")
-    # For grids of any size, positions are resampled from the weights' own.
-    own_size = replace(config, eval_crop="resize", image_size=None)
-    loaded = load_model(own_size if config.eval_crop == "aspect" else config)
+        if config.like:
+            try_output("sheet", _sheet(config), "new")
+    loaded = load_model(config)
     if config.tokens == "patches":
         refuse_without_patches(config.weights, loaded.model)
     images, _ = open_images(config, loaded)
@@ -103,8 +83,8 @@ def run(config: FeaturesConfig) -> list[tuple[str, float]]:
     return _draw_neighbours(config, loaded, query, images, rows, similarities[rows])
 
 
-def _sheet(config: FeaturesConfig, suffix: str) -> Path:
-    return Path(config.out).with_suffix(f"{suffix}.png")
+def _sheet(config: FeaturesConfig) -> Path:
+    return Path(config.out).with_suffix(".similar.png")
 
 
 def _metadata(config: FeaturesConfig, loaded: LoadedModel, image_size: str, **more: str) -> dict[str, bytes]:
@@ -166,7 +146,7 @@ def _write_table(
             writer.write_table(pa.table([split.keys([*part]), images.labels(part), *columns], schema))
         refuse_none_readable(", ".join(config.images), problems, split, len(split))
         if config.like:  # A kill before the new sheet is drawn leaves no older one beside the new table.
-            _sheet(config, ".similar").unlink(missing_ok=True)
+            _sheet(config).unlink(missing_ok=True)
     print_unreadable(problems, split.keys, "no vector")
     print(f"{_counted(split, problems)}, {loaded.model.config.num_features:,} features each. table: {out}")
     return similarities
@@ -177,148 +157,51 @@ def _counted(split: Split, problems: dict[int, str]) -> str:
 
 
 def _write_patches(config: FeaturesConfig, loaded: LoadedModel, images: AdhocSplit) -> None:
-    """Write the features of the patches of each image: float16 (rows, columns, D), into a table or a folder.
+    """Write the features of the patches of each image: float16 (rows, columns, D), into a folder.
 
     Images that cannot be read are left out. Raises UserError for a disk that is too small, before anything is computed.
     """
-    split, out, is_folder = images.split, Path(config.out), not config.out.endswith(".parquet")
-    vit, own_aspect = loaded.vit.config, config.eval_crop == "aspect"
-    read_size = ImageSize.parse(min(config.image_size or vit.image_size)) if own_aspect else loaded.image_size
-    crop = config.eval_crop if own_aspect else loaded.view.eval_crop
-    shape = (*vit.grid_at(*read_size), vit.width)
+    split, out = images.split, Path(config.out)
+    vit, crop = loaded.vit.config, loaded.view.eval_crop
+    shape = (*vit.grid, vit.width)
     size, free = 2 * len(split) * math.prod(shape), shutil.disk_usage(existing_folder(out)).free
-    about = f"{counted(len(split), 'image')} of {'at least ' * own_aspect}{shape[0]} x {shape[1]} patches with"
+    about = f"{counted(len(split), 'image')} of {shape[0]} x {shape[1]} patches with"
     print(f"{about} {shape[2]:,} features as float16: {si(size, 'B')}", flush=True)
     if size > free:
         raise UserError(
             f"out = {out}: {si(size, 'B')} are needed, and {si(free, 'B')} are free there. Choose another disk, fewer"
             " images, or a smaller image_size."
         )
-    if own_aspect:
-        vit.check_any_grid()
-        items: Generator[Item, None, None] = _one_by_one(config, loaded, split, read_size.height)
-    else:
-        items = _features(config, loaded, split, lambda pixels: loaded.patch_features(pixels).half())
-    chosen = np.linspace(0, len(split) - 1, min(config.pictures, len(split))).round().astype(int).tolist()
-    problems, drawn = dict[int, str](), dict[int, np.ndarray]()
+    items = _features(config, loaded, split, lambda pixels: loaded.patch_features(pixels).half())
+    problems = dict[int, str]()
 
     def readable() -> Iterator[tuple[int, np.ndarray]]:
         for row, value in items:
             if isinstance(value, str):
                 problems[row] = value
-                continue
-            if row in chosen:
-                drawn[row] = value
-            yield row, value
+            else:
+                yield row, value
 
-    facts = _metadata(config, loaded, image_size=str(read_size), eval_crop=crop)
-    picture = out / "components.png" if is_folder else _sheet(config, ".components")
-    with closing(items), new_output(out, is_folder) as path:
-        (_fill_folder if is_folder else _fill_table)(path, readable(), images, shape, facts)
+    facts = _metadata(config, loaded, image_size=str(loaded.image_size), eval_crop=crop)
+    with closing(items), new_output(out, is_folder=True) as path:
+        _fill(path, readable(), images, facts)
         refuse_none_readable(", ".join(config.images), problems, split, len(split))
-        picture.unlink(missing_ok=True)  # No older one stays beside a new table.
     print_unreadable(problems, split.keys, "left out")
     print(f"{_counted(split, problems)}. features of patches: {out}")
-    if crop not in ("aspect", "resize"):
+    if crop != "resize":
         print("note: these are patches of the central crop; eval_crop=resize reads the whole image")
-    if drawn:
-        figure = _draw_patches(config, loaded, images, drawn, read_size.height)
-        with replacing(picture) as file:
-            file.write(png(figure, DPI, loaded.pixels.describe_shown()))
-        print(f"sheet: {picture}")
 
 
-def _fill_table(
-    path: Path, items: Iterator[tuple[int, np.ndarray]], images: AdhocSplit, shape: Shape, facts: dict[str, bytes]
-) -> None:
-    kind = pa.fixed_shape_tensor(pa.float16(), shape, dim_names=["row", "column", "feature"])
-    schema = pa.schema([*_KEY_AND_LABEL, ("features", kind)], facts)
-    step = max(1, _PART_BYTES // (2 * math.prod(shape)))
-    # Floats neither repeat nor shrink.
-    how = {"compression": "none", "use_dictionary": False, "write_statistics": False}
-    with path.open("wb") as file, pq.ParquetWriter(file, schema, **how) as writer:
-        while part := list(islice(items, step)):
-            rows, flat = [row for row, _ in part], np.concatenate([values.ravel() for _, values in part])
-            lists = pa.FixedSizeListArray.from_arrays(pa.array(flat), math.prod(shape))
-            features = pa.ExtensionArray.from_storage(kind, lists)
-            writer.write_table(pa.table([images.split.keys(rows), images.labels(rows), features], schema))
-
-
-def _fill_folder(
-    path: Path, items: Iterator[tuple[int, np.ndarray]], images: AdhocSplit, _: Shape, facts: dict[str, bytes]
-) -> None:
+def _fill(path: Path, items: Iterator[tuple[int, np.ndarray]], images: AdhocSplit, facts: dict[str, bytes]) -> None:
     path.mkdir()
-    grids: dict[int, tuple[int, ...]] = {}
+    files: dict[int, str] = {}
     for row, values in items:
+        files[row] = f"{row:08}.npy"
         np.save(content := io.BytesIO(), values)
-        (path / _file(row)).write_bytes(content.getbuffer())  # np.save would not say that a disk is full.
-        grids[row] = values.shape
-    schema = pa.schema([*_KEY_AND_LABEL, ("file", pa.string()), ("rows", pa.int32()), ("columns", pa.int32())], facts)
-    names, files = [images.split.keys([*grids]), images.labels(grids)], list(map(_file, grids))
-    sides = [[grid[axis] for grid in grids.values()] for axis in (0, 1)]
-    pq.write_table(pa.table([*names, files, *sides], schema), path / "index.parquet")
-
-
-def _file(row: int) -> str:
-    return f"{row:08}.npy"
-
-
-def _own_aspect_reader(
-    config: FeaturesConfig, loaded: LoadedModel, split: Split, short: int, left_out_of: dict[int, set[str]]
-) -> Callable[[int], np.ndarray]:
-    """Returns the thread-safe function row -> image (H, W, C) of the type of a batch, of the short side `short`, both
-    sides as near to it and to the image's aspect as multiples of the patch are.
-
-    left_out_of: filled as `SplitReader.left_out`. The function raises as `decode_whole` and `ShardReader.read`.
-    """
-    reader, patch = ShardReader(split), loaded.vit.config.patch_pixels
-    pixels = loaded.pixels.reading(split.pixels, config.weights, ", ".join(config.images))
-
-    def read(row: int) -> np.ndarray:
-        data = reader.read(row)
-        image, _ = decode_whole(data, pixels, loaded.pixels)
-        if split.left_out is None:
-            left_out_of[row] = left_out(inspect(data, decode_all=False), loaded.pixels)
-        height, width = (max(1, round(side / patch)) * patch for side in scaled(image.shape[0], image.shape[1], short))
-        return resize(image, (width, height), resize_method(image, (height, width), loaded.view))
-
-    return read
-
-
-def _one_by_one(config: FeaturesConfig, loaded: LoadedModel, split: Split, short: int) -> Generator[Item, None, None]:
-    """The features of the patches of each image, as `_features`; short: as of `_own_aspect_reader`."""
-    problems = dict[int, str]()
-    with loaded.reading(split, config) as reader:
-        read = _own_aspect_reader(config, loaded, split, short, reader.left_out)
-        for row, image in worked(in_order(read, range(len(split)), config.threads), "computing", len(split)):
-            if isinstance(image, str):
-                problems[row] = image
-                if excess := reader.budget.excess(problems, split, len(split)):
-                    raise UserError(excess)
-                yield row, image
-                continue
-            with torch.no_grad():
-                (values,) = loaded.patch_features(torch.from_numpy(image[None]), any_size=True).half().cpu().numpy()
-            one = np.array([row])
-            refuse_not_finite(config.weights, split, one, one[[not np.isfinite(values).all()]])
-            yield row, values
-
-
-def _draw_patches(
-    config: FeaturesConfig, loaded: LoadedModel, images: AdhocSplit, features: dict[int, np.ndarray], short: int
-) -> Figure:
-    """Images and the components of their patches. features: of rows. short: as of `_one_by_one`."""
-    rows, vit = [*features], loaded.vit.config
-    if config.eval_crop == "aspect":
-        whole = list(map(_own_aspect_reader(config, loaded, images.split, short, {}), rows))
-        sizes = [(image.shape[0], image.shape[1]) for image in whole]
-        steps = [-(-max(size) // _SIDE) for size in sizes]
-        shown = [to_rgb(image[::step, ::step].copy(), loaded.pixels) for image, step in zip(whole, steps, strict=True)]
-    else:
-        shown, sizes = [*loaded.shown(config, images.split, np.array(rows))[1]], [vit.image_size] * len(rows)
-    tiles = [Tile(image, [caption]) for image, caption in zip(shown, images.captions(rows), strict=True)]
-    found = patch_components([torch.from_numpy(of_image) for of_image in features.values()])
-    return draw_components(found, vit.patch_pixels, sizes, tiles)
+        (path / files[row]).write_bytes(content.getbuffer())  # np.save would not say that a disk is full.
+    schema = pa.schema([*TABLE][:2], facts).append(pa.field("file", pa.string()))
+    columns = [images.split.keys([*files]), images.labels(files), [*files.values()]]
+    pq.write_table(pa.table(columns, schema), path / "index.parquet")
 
 
 def _draw_neighbours(
@@ -340,11 +223,11 @@ def _draw_neighbours(
     note = "The first image, and those whose features have the largest cosine similarity to its own."
     of_query = [[Tile(image, [Path(config.like).stem])]]
     figure = sheet(tiles, "Similar images", note, loaded.image_size, of_query)
-    with replacing(_sheet(config, ".similar")) as file:
+    with replacing(_sheet(config)) as file:
         file.write(png(figure, DPI, loaded.pixels.describe_shown()))
     for key, similarity, label in about:
         print(printable(f"{similarity:.4f}  {key}  {label or ''}".rstrip()))
-    print(f"sheet: {_sheet(config, '.similar')}")
+    print(f"sheet: {_sheet(config)}")
     return [(key, similarity) for key, similarity, _ in about]
 
 

@@ -99,9 +99,9 @@ class LoadedModel:
         """images (B, H, W, C) -> (B, D), the head's input."""
         return self.model.features(self.images(pixels))
 
-    def patch_features(self, pixels: Tensor, any_size: bool = False) -> Tensor:
+    def patch_features(self, pixels: Tensor) -> Tensor:
         """images (B, H, W, C) -> float32 (B, rows, columns, D), as of `VisionTransformer.patch_features`."""
-        return self.vit.patch_features(self.images(pixels), any_size=any_size).float()
+        return self.vit.patch_features(self.images(pixels)).float()
 
     def features_of(self, config: WeightsConfig, split: Split, rows: np.ndarray, where: str) -> Features:
         """Features of these rows. where: name of the images. Raises UserError as `check_outputs`."""

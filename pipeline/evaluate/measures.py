@@ -1,4 +1,4 @@
-"""Scores of grades, of numbers and of several labels an image: functions of weighted samples, and thresholds.
+"""Scores of grades, of numbers and of several labels an image: functions of weighted samples.
 
 Shapes: n samples, K classes, S scores. weights: (n,), how often each sample counts: once, or as often as a bootstrap
 draws it.
@@ -103,7 +103,6 @@ class Ranking:
         self.scores, self.has = scores[self.order], has[self.order]
         # For each sample, the last one of its score.
         self.last = np.searchsorted(-self.scores, -self.scores, side="right") - 1
-        self.ends = np.unique(self.last)
 
     def average_precision(self, weights: np.ndarray) -> float:
         """Mean over the samples with the class of the precision among those of at least their score; NaN without
@@ -114,12 +113,3 @@ class Ranking:
         found, total = np.cumsum(hits)[self.last], np.cumsum(counts)[self.last]
         at = hits > 0
         return float((hits[at] * found[at] / total[at]).sum() / hits.sum()) if at.any() else float("nan")
-
-    def best_threshold(self) -> float:
-        """The threshold with the largest F1, half-way between two scores; NaN without samples of the class."""
-        if not self.has.any():
-            return float("nan")
-        found = np.cumsum(self.has)[self.ends]
-        best = int(np.argmax(2 * found / (self.ends + 1 + self.has.sum())))
-        below = self.scores[self.ends[best] + 1] if best + 1 < len(self.ends) else 0.0
-        return max(0.0, float(self.scores[self.ends[best]] + max(0.0, below)) / 2)

@@ -1,17 +1,13 @@
-"""Scores of images with several labels: average precision, and a threshold for the probability of each class.
+"""Scores of images with several labels: average precision, and precision, recall and F1 at a probability of 0.5.
 
 Shapes: n samples, K classes.
 """
 
-import csv
-import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.evaluate.classify import ClassReport, Predictions, label_table
@@ -19,8 +15,7 @@ from pipeline.evaluate.intervals import SHARE, bootstrapped
 from pipeline.evaluate.measures import Ranking, mean_of_known
 
 CSV = "per_label.csv"
-# Of a class without images in the split that thresholds are chosen on, and where none are chosen.
-DEFAULT_THRESHOLD = 0.5
+_THRESHOLD = 0.5
 # 0.8 GB of probabilities.
 _MAX_VALUES = 200_000_000
 
@@ -36,7 +31,7 @@ def fits_memory(split: Split, num_classes: int) -> bool:
     if len(split) * num_classes <= _MAX_VALUES:
         return True
     images = counted(len(split), "image")
-    print(f"no mAP and no thresholds: the probabilities of {num_classes:,} classes for {images} take too much memory")
+    print(f"no mAP: the probabilities of {num_classes:,} classes for {images} take too much memory")
     return False
 
 
@@ -79,60 +74,25 @@ def mean_average_precision(predictions: Predictions, split: Split, num_classes: 
     return MeanPrecision(*found, precisions(np.ones(len(split))))
 
 
-def score(
-    predictions: Predictions, split: Split, names: Sequence[str], thresholds: np.ndarray | None
-) -> dict[str, Any]:
+def score(predictions: Predictions, split: Split, names: Sequence[str]) -> dict[str, Any]:
     """map with map_low and map_high, and label_f1, means over the classes with images; per_label, a row for each class.
 
-    predictions: with `of_classes`. thresholds: (K,); None is DEFAULT_THRESHOLD for all.
+    predictions: with `of_classes`.
     """
     scores, has = _scores(predictions), has_labels(split, len(names))
     if not has.any():
         return {}
     found = mean_average_precision(predictions, split, len(names))
-    limits = np.full(len(names), DEFAULT_THRESHOLD) if thresholds is None else thresholds
-    chosen = scores >= limits
+    chosen = scores >= _THRESHOLD
     report = ClassReport.of((chosen & has).sum(0), chosen.sum(0), has.sum(0))
     rows = [
         {
             "class": name,
             "images": int(report.support[number]),
             "average_precision": float(found.of_classes[number]),
-            "threshold": float(limits[number]),
             **{column: float(values[number]) for column, values in report._asdict().items() if column != "support"},
         }
         for number, name in enumerate(names)
     ]
     means = {"map": found.value, "map_low": found.low, "map_high": found.high}
     return {**means, "label_f1": report.macro()["macro_f1"], "per_label": rows}
-
-
-def choose_thresholds(predictions: Predictions, split: Split, names: Sequence[str]) -> np.ndarray:
-    """(K,): the threshold of each class with the largest F1 on these samples, DEFAULT_THRESHOLD without images."""
-    scores, has = _scores(predictions), has_labels(split, len(names))
-    found = np.array([Ranking(*columns).best_threshold() for columns in zip(scores.T, has.T, strict=True)])
-    if missing := int(np.isnan(found).sum()):
-        print(
-            f"thresholds: {counted(missing, 'class')} of {len(names):,} without an image in split {split.name!r} keep"
-            f" {DEFAULT_THRESHOLD}"
-        )
-    return np.where(np.isnan(found), DEFAULT_THRESHOLD, found)
-
-
-def read_thresholds(file: str, names: Sequence[str]) -> np.ndarray:
-    """(K,): the thresholds of these classes from the columns class and threshold of a CSV. Raises UserError."""
-    try:
-        with Path(file).open(newline="", encoding="utf-8") as lines:
-            found = {row["class"]: float(row["threshold"]) for row in csv.DictReader(lines)}
-    except OSError as error:
-        raise UserError(f"thresholds = {file} cannot be read: {error.strerror}.") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(
-            f"thresholds = {file} must be a CSV with the columns class and threshold, as {CSV} of launch/evaluate.py."
-        ) from error
-    if absent := [name for name in names if not math.isfinite(found.get(name, math.nan))]:
-        raise UserError(
-            f"thresholds = {file} has no threshold of {absent[0]!r}, and of {len(absent):,} of"
-            f" {counted(len(names), 'class')} in all. Use the file that was made with these weights."
-        )
-    return np.array([found[name] for name in names])

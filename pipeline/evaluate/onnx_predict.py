@@ -12,7 +12,6 @@ Shapes: H, W height and width of an image; C its 3 channels.
 """
 
 import argparse
-import csv
 import json
 import sys
 from collections.abc import Iterator
@@ -44,11 +43,8 @@ class Predictor:
         self.is_sigmoid = extra.get("loss") == "sigmoid"  # Each class has a probability of its own.
         self.preprocess = EvaluationView(model, extra.get("preprocessing", {}))
 
-    def predict(
-        self, image: str | Path | Image.Image, top: int = 5, thresholds: dict[str, float] | None = None
-    ) -> list[tuple[str, float]]:
-        """The most likely classes with their probabilities; with the threshold of each class, those that reach it. Of a
-        model of numbers, all of them, each in its own unit.
+    def predict(self, image: str | Path | Image.Image, top: int = 5) -> list[tuple[str, float]]:
+        """The most likely classes with their probabilities; of a model of numbers, all of them, each in its own unit.
 
         Raises an error of any type for unreadable images.
         """
@@ -56,8 +52,8 @@ class Predictor:
         if self.numbers:
             return list(zip(self.numbers, logits.tolist(), strict=True))
         found = np.exp(-np.logaddexp(0, -logits) if self.is_sigmoid else logits - np.logaddexp.reduce(logits))
-        ranked = [(self.classes[number], float(found[number])) for number in np.argsort(-found, kind="stable")]
-        return ranked[:top] if thresholds is None else [one for one in ranked if one[1] >= thresholds[one[0]]]
+        ranked = np.argsort(-found, kind="stable")[:top]
+        return [(self.classes[number], float(found[number])) for number in ranked]
 
 
 class EvaluationView:
@@ -141,21 +137,15 @@ def main() -> None:
     parser.add_argument("images", nargs="+", type=Path, help="image files, and folders of these")
     parser.add_argument("--model", type=Path, default=model, metavar="FILE", help=f"default: {model}")
     parser.add_argument("--top", type=int, default=5, metavar="NUMBER", help="classes of each image, default 5")
-    parser.add_argument("--thresholds", type=Path, metavar="FILE", help="per_label.csv of launch/evaluate.py")
     given = parser.parse_args()
     if not given.model.is_file():
         parser.error(f"{given.model} is missing. Name the .onnx file: --model FILE")
-    predictor, num_unreadable, thresholds = Predictor(given.model), 0, None
-    if given.thresholds:
-        with given.thresholds.open(newline="", encoding="utf-8") as lines:
-            thresholds = {row["class"]: float(row["threshold"]) for row in csv.DictReader(lines)}
-        if absent := [name for name in predictor.classes if name not in thresholds]:
-            parser.error(f"{given.thresholds} has no threshold of {absent[0]!r}")
+    predictor, num_unreadable = Predictor(given.model), 0
     for file in files_of(given.images):
         try:
-            found = predictor.predict(file, given.top, thresholds)
+            found = predictor.predict(file, given.top)
             form = ".5g" if predictor.numbers else ".1%"
-            said = ", ".join(f"{name} {value:{form}}" for name, value in found) or "no class"
+            said = ", ".join(f"{name} {value:{form}}" for name, value in found)
         except Exception as error:  # Pillow raises any type.
             num_unreadable += 1
             said = f"cannot be read: {error}"

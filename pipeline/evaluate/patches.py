@@ -59,20 +59,20 @@ def enlarge(values: np.ndarray, patch: int, read: Size, size: Size) -> np.ndarra
 class PatchComponents:
     """The first three principal components of all patches of some images together.
 
-    colours: of each image, float32 (h, w, 3) in [0, 1], a component for each of red, green and blue; the same features
-    have the same colour in all images. shares: (3,), of the variance.
+    colours: float32 (n, h, w, 3) in [0, 1], a component for each of red, green and blue; the same features have the
+    same colour in all n images. shares: (3,), of the variance.
     """
 
-    colours: list[Tensor]
+    colours: Tensor
     shares: Tensor
 
 
-def patch_components(features: Sequence[Tensor]) -> PatchComponents:
-    """Components of the features of patches, (h, w, D) of each image, on the CPU.
+def patch_components(features: Tensor) -> PatchComponents:
+    """Components of the features of patches, (n, h, w, D), on the CPU.
 
     The largest weight of a component is positive, so that the same features give the same colours.
     """
-    patches = torch.cat([of_image.flatten(0, 1) for of_image in features]).double()
+    patches = features.flatten(0, 2).double()
     centred = patches - patches.mean(0)
     variances, vectors = torch.linalg.eigh(centred.T @ centred)  # Ascending; (D, D), however many patches there are.
     variances, directions = variances.flip(0).clamp(min=0), vectors.T.flip(0)[:3]
@@ -82,20 +82,18 @@ def patch_components(features: Sequence[Tensor]) -> PatchComponents:
     # Where nothing varies, the middle of the scale.
     varies = high - low > 1e-9 * patches.abs().max()
     colours = torch.where(varies, (values - low) / torch.where(varies, high - low, 1), 0.5).clamp(0, 1).float()
-    of_images = colours.split([len(of_image.flatten(0, 1)) for of_image in features])
     shares = variances / variances.sum().clamp(min=torch.finfo(torch.float64).tiny)
-    shaped = [own.unflatten(0, of_image.shape[:2]) for own, of_image in zip(of_images, features, strict=True)]
-    return PatchComponents(shaped, shares[:3].float())
+    return PatchComponents(colours.unflatten(0, features.shape[:3]), shares[:3].float())
 
 
-def draw_components(components: PatchComponents, patch: int, read: Sequence[Size], inputs: Sequence[Tile]) -> Figure:
+def draw_components(components: PatchComponents, patch: int, read: Size, inputs: Sequence[Tile]) -> Figure:
     """Each image, and below it the first three principal components of its patches as red, green and blue.
 
-    patch, read: as of `between_patches`, read of each image.
+    patch, read: as of `between_patches`.
     """
     colours = [
-        Tile(np.dstack([enlarge(of, patch, size, image.pixels.shape[:2]) for of in found.permute(2, 0, 1).numpy()]))
-        for image, size, found in zip(inputs, read, components.colours, strict=True)
+        Tile(np.dstack([enlarge(of, patch, read, image.pixels.shape[:2]) for of in found.permute(2, 0, 1).numpy()]))
+        for image, found in zip(inputs, components.colours, strict=True)
     ]
     shares = ", ".join(
         f"{name} {share:.1%}" for name, share in zip(_CHANNELS, components.shares.tolist(), strict=False)

@@ -17,15 +17,13 @@ from pipeline.data.storage.atomic import replacing
 from pipeline.evaluate.adhoc_split import AdhocSplit, open_places
 from pipeline.evaluate.classify import Predictions, label_map, names_in_mixture, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
-from pipeline.evaluate.multilabel import read_thresholds
 from pipeline.evaluate.regression import predict_targets
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.objectives.classification import unnamed_note
 from pipeline.process.installed import read_lines
 from pipeline.settings.commands.weights import LookConfig, PredictConfig
 
-# One row per image and predicted class. An image without one has one row without a class: an unreadable one, with the
-# reason in `problem`, and one of which no class reaches its threshold.
+# One row per image and predicted class. An unreadable image has one row without a class, and the reason in `problem`.
 TABLE = pa.schema(
     [
         ("image", pa.string()),
@@ -59,16 +57,13 @@ def run(config: PredictConfig) -> pa.Table:
         return _predict_numbers(config, loaded, out)
     images, names = open_images(config, loaded)
     print_numbered(config, names)
-    thresholds = read_thresholds(config.thresholds, names) if config.thresholds else None
-    num_top = config.top if thresholds is None else len(names)
-    predictions = predict_all(config, loaded, images.true_classes(names).split, num_top)
-    told = _told(predictions, thresholds)
+    predictions = predict_all(config, loaded, images.true_classes(names).split, config.top)
     keys = images.split.keys(range(len(images.split)))
-    table = _table(predictions, told, images, keys, names)
+    table = _table(predictions, images, keys, names)
 
     def said(row: int) -> str:
-        likely = zip(*(of[row, told[row]].tolist() for of in (predictions.top, predictions.probabilities)), strict=True)
-        return ", ".join(f"{names[number]} {probability:.1%}" for number, probability in likely) or "no class"
+        likely = zip(predictions.top[row].tolist(), predictions.probabilities[row].tolist(), strict=True)
+        return ", ".join(f"{names[number]} {probability:.1%}" for number, probability in likely)
 
     _write(table, out, keys, predictions.problems, said)
     return table
@@ -100,8 +95,6 @@ def _predict_numbers(config: PredictConfig, loaded: LoadedModel, out: Path | Non
     the data set has them, as NAME_true.
     """
     names = loaded.target_names
-    if config.thresholds:
-        raise UserError(f"thresholds are for classes, and {config.weights} predicts numbers: {', '.join(names)}.")
     (images,) = open_places(config, [], loaded.pixels, split="images")
     split, known = images.split, images.target_names
     with loaded.reading(split, config) as reader:
@@ -198,24 +191,15 @@ def predict_all(config: LookConfig, loaded: LoadedModel, split: Split, num_top: 
     return done
 
 
-def _told(predictions: Predictions, thresholds: np.ndarray | None) -> np.ndarray:
-    """bool (n, T): which of the most likely classes are predicted. thresholds: (K,), None for all."""
-    told = np.broadcast_to(predictions.readable[:, None], predictions.top.shape)
-    return told if thresholds is None else told & (predictions.probabilities >= thresholds[predictions.top])
-
-
-def _table(
-    predictions: Predictions, told: np.ndarray, images: AdhocSplit, keys: list[str], names: list[str]
-) -> pa.Table:
+def _table(predictions: Predictions, images: AdhocSplit, keys: list[str], names: list[str]) -> pa.Table:
     num, most = predictions.top.shape
-    # The first row of an image has the problem if it is unreadable, and stays if no class reaches its threshold.
-    kept = np.flatnonzero(told | ((np.arange(most) == 0) & ~told.any(1, keepdims=True)))
-    rows = kept // most
-    ranks, numbers, unknown = np.cumsum(told, axis=1).ravel()[kept], predictions.top.ravel()[kept], ~told.ravel()[kept]
+    kept = np.flatnonzero(predictions.readable[:, None] | (np.arange(most) == 0))
+    rows, numbers = kept // most, predictions.top.ravel()[kept]
+    unknown = ~predictions.readable[rows]
     columns = [
         pa.array(keys, pa.string()).take(rows),
         pa.array(images.labels(range(num)), pa.string()).take(rows),
-        pa.array(ranks, pa.int32(), mask=unknown),
+        pa.array(kept % most + 1, pa.int32(), mask=unknown),
         pa.array(names, pa.string()).take(pa.array(numbers, mask=unknown)),
         pa.array(numbers, pa.int32(), mask=unknown),
         pa.array(predictions.probabilities.ravel()[kept], mask=unknown),

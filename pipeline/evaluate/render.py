@@ -72,8 +72,7 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
         text = f"linear layer, out of {linear['folds']} folds"
         rows += _accuracy(text, linear["top1"], scores, linear.get("effective_images"))
     if "per_label" in scores:
-        at = f"at thresholds chosen on {scores['thresholds_split']}" if "thresholds_split" in scores else "above 0.5"
-        rows.append((f"F1 of labels {at}, mean", f"{scores['label_f1']:.2%}"))
+        rows.append(("F1 of labels above 0.5, mean", f"{scores['label_f1']:.2%}"))
     else:
         rows += [(text, f"{scores[name]:.2%}") for name, text in _MEANS.items() if name in scores]
     if "loss" in scores:
@@ -158,16 +157,13 @@ def _labels(scores: dict[str, Any]) -> list[Block]:
     tested = sorted((row for row in scores["per_label"] if row["images"]), key=lambda row: row["average_precision"])
     columns = ("average_precision", "precision", "recall", "f1")
     rows = [
-        (row["class"], f"{row['threshold']:.3f}", *(f"{row[name]:.1%}" for name in columns), f"{row['images']:,}")
-        for row in tested[:_MAX_LISTED]
+        (row["class"], *(f"{row[name]:.1%}" for name in columns), f"{row['images']:,}") for row in tested[:_MAX_LISTED]
     ]
-    chosen = f"chosen on split {scores['thresholds_split']}" if "thresholds_split" in scores else "0.5 for all"
     about = (
         f"The {len(rows)} of {counted(len(tested), 'label')} with images that have the lowest average precision; all"
-        f" are in per_label.csv. An image is predicted to have a label whose probability is at least the threshold,"
-        f" {chosen}."
+        f" are in per_label.csv. An image is predicted to have a label whose probability is at least 0.5."
     )
-    header = ("label", "threshold", "average precision", "precision", "recall", "F1", "images")
+    header = ("label", "average precision", "precision", "recall", "F1", "images")
     return [Heading("Labels"), Paragraph(about), Table(header, rows)]
 
 

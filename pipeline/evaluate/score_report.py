@@ -89,10 +89,8 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     origin = find_origin(file, config.weights) if config.mlflow else None
     loaded = load_model(replace(config, weights=str(file)), config.loss)
     names = loaded.target_names if config.classify else []
-    if names and (config.ordinal or config.thresholds_split):
-        raise UserError(
-            f"ordinal and thresholds_split are for classes, and {config.weights} predicts numbers: {', '.join(names)}."
-        )
+    if names and config.ordinal:
+        raise UserError(f"ordinal is for classes, and {config.weights} predicts numbers: {', '.join(names)}.")
     if names and not dataset.classes:  # What is probed by default reads labels.
         config = replace(config, shots=[], neighbours=0)
     reads_labels, classifies = config.reads_labels or config.folds > 0, config.classify and not names
@@ -104,22 +102,15 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     if config.reads_labels:  # Before the forward pass of the other split.
         train = dataset.split(config.train_split, config.exclude)
         train.refuse_without_score(f"train_split of {config.data}", True)
-    scored, scored_split, of_thresholds = dataset, split, None
+    scored, scored_split = dataset, split
     if names:
         scored_split = with_targets_of(config.weights, names, dataset, split)
     if classifies:
-        chosen = [dataset.split(name, config.exclude) for name in [config.thresholds_split] if name]
-        scored, (scored_split, *chosen) = _in_classes_of_weights(config, loaded, dataset, [split, *chosen])
-        of_thresholds = next(iter(chosen), None)
-        if of_thresholds:
-            of_thresholds.refuse_without_score(f"thresholds_split of {config.data}", True)
+        scored, scored_split = _in_classes_of_weights(config, loaded, dataset, split)
         if config.ordinal:
             split.refuse_several_labels("ordinal=true")
-    is_multilabel = classifies and (
-        of_thresholds is not None or multilabel.is_multilabel(scored_split, loaded.loss_kind)
-    )
-    largest = max((scored_split, of_thresholds or scored_split), key=len)
-    is_multilabel = is_multilabel and multilabel.fits_memory(largest, scored.num_classes)
+    is_multilabel = classifies and multilabel.is_multilabel(scored_split, loaded.loss_kind)
+    is_multilabel = is_multilabel and multilabel.fits_memory(scored_split, scored.num_classes)
     data = to_path(config.data)
     name = f"{(data.resolve() if isinstance(data, Path) else data).name}-{config.split}{'-folds' * (config.folds > 0)}"
     folder = output_folder(config.out, config.weights, "evaluate", name, holds="evaluation")
@@ -174,13 +165,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         if config.ordinal:
             scores["grades"] = scored.class_names
         if is_multilabel:
-            thresholds = None
-            if of_thresholds is not None:
-                with loaded.reading(of_thresholds, config) as reader:
-                    seen_before = predict(loaded.logits, reader, loaded.loss_kind, keeps_all=True)
-                thresholds = multilabel.choose_thresholds(seen_before, of_thresholds, scored.class_names)
-                scores["thresholds_split"] = of_thresholds.name
-            scores |= multilabel.score(predictions, scored_split, scored.class_names, thresholds)
+            scores |= multilabel.score(predictions, scored_split, scored.class_names)
         judged = *outcomes(predictions, scored_split), predictions.probabilities[:, 0], predictions.of_label
     elif config.folds and features is not None:
         true = label_table(split)[:, 0]
@@ -233,8 +218,6 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     write_files(folder, files, mark="report.html")
     for name, value in render.summary(scores):
         print(f"{name:<44} {value:>18}")
-    if "thresholds_split" in scores:
-        print(f"thresholds, for launch/predict.py: thresholds={folder / multilabel.CSV}")
     print(f"report: {folder / 'report.html'}")
     if origin is not None:
         sent = [name for name, content in files.items() if content]
@@ -291,9 +274,9 @@ def _send(
 
 
 def _in_classes_of_weights(
-    config: ScoreConfig, loaded: LoadedModel, dataset: Dataset, splits: list[Split]
-) -> tuple[Dataset, list[Split]]:
-    """(the data set with the classes of the weights, the splits with their numbers).
+    config: ScoreConfig, loaded: LoadedModel, dataset: Dataset, split: Split
+) -> tuple[Dataset, Split]:
+    """(the data set with the classes of the weights, the split with their numbers).
 
     Raises UserError where the classes of the data are not among those of the weights, as those of each set of a mixture
     are.
@@ -303,7 +286,7 @@ def _in_classes_of_weights(
         names, own = loaded.extra.get("classes"), names_in_mixture(own, dataset.fingerprint, loaded.extra)
     if num_classes and names and set(own) <= set(names):
         if names != own:
-            splits = [split.relabelled(label_map(own, names)) for split in splits]
+            split = split.relabelled(label_map(own, names))
             others = ", and a prediction of one of the others is wrong" * (len(own) < len(names))
             known = f"{len(own):,} of {config.data} are among the {len(names):,} of the weights"
             print(f"classes by name: the {known}{others}")
@@ -311,7 +294,7 @@ def _in_classes_of_weights(
         shown = {name: readable if name == unnamed else unnamed for unnamed, name, readable in triples}
         class_names = [shown.get(name, name) for name in names]
         info = {**dataset.info, "classes": names, "num_classes": len(names), "class_names": class_names}
-        return replace(dataset, info=info), splits
+        return replace(dataset, info=info), split
     remedy = "Use the data set that these weights were made for, or classify=false to score their features alone."
     if num_classes != len(own):
         raise UserError(
@@ -326,7 +309,7 @@ def _in_classes_of_weights(
             )
     if config.match_classes:
         print(unnamed_note(config.weights, config.data, own))
-    return dataset, splits
+    return dataset, split
 
 
 def _forward(

@@ -190,11 +190,9 @@ def _draw_images(
             numbers |= {"mean_attention_distance": mean.tolist(), "uniform_attention_distance": uniform}
     if "components" in wanted:
         with torch.no_grad():
-            found = patch_components(
-                [own for part in few.split(config.batch) for own in loaded.patch_features(part).cpu()]
-            )
-        sizes = [model.config.image_size] * len(inputs)
-        drawn["components"] = draw_components(found, model.config.patch_pixels, sizes, inputs)
+            features = torch.cat([loaded.patch_features(part).cpu() for part in few.split(config.batch)])
+        found = patch_components(features)
+        drawn["components"] = draw_components(found, model.config.patch_pixels, model.config.image_size, inputs)
         numbers["component_variance_shares"] = found.shares.tolist()
     if "reconstruction" in wanted and mae is not None:
         read = normalise(few, loaded.device, torch.float32, loaded.pixels)

@@ -54,21 +54,6 @@ def test_copies_are_not_chosen() -> None:
     assert sorted(coverage.choose(images, 10, labelled)) == [0, 1, 3, 4, 6, 7, 8, 9]
 
 
-def test_a_large_group_does_not_crowd_out_others() -> None:
-    images, groups = directions(60), np.repeat([0, 1, 2, 3], [45, 5, 5, 5])
-    chosen = coverage.choose(images, 20, nothing(60), groups)
-    for num in (4, 8, 20):
-        assert np.bincount(groups[chosen[:num]]).tolist() == [num // 4] * 4
-        assert coverage.choose(images, num, nothing(60), groups).tolist() == chosen[:num].tolist()
-    # Of images without an effect of groups it is the choice among those of the groups whose turn it is; all are chosen
-    # at last.
-    assert chosen[0] == coverage.choose(images, 1, nothing(60))[0]
-    assert sorted(coverage.choose(images, 60, nothing(60), groups)) == list(range(60))
-    # Groups with a labelled image come later.
-    later = groups[coverage.choose(images, 6, nothing(60), groups, np.isin(groups, [0, 2]))]
-    assert (sorted(later[:2]), sorted(later[2:])) == ([1, 3], [0, 1, 2, 3])
-
-
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     """Twelve red, six green and three blue images, each with some noise, in one folder."""
@@ -132,19 +117,14 @@ def test_what_resembles_labelled_images_is_not_chosen(weights: Path, photos: Pat
     assert colours(run(weights, photos, tmp_path / "alone", 1)) == ["red"]
 
 
-def test_groups_take_turns_and_are_in_the_table(
+def test_groups_are_in_the_table(
     weights: Path, make_dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of two data sets with the same groups: rows 0 to 7 are of p0, 8 of p1, 9 of p2, and row 0 of the labelled ones of
-    p0.
-    """
-    data = make_dataset({"train": [[]] * 10, "labelled": [[0]]}, ["cat"], groups=lambda row: f"p{max(0, row - 7)}")
-    out = tmp_path / "out"
-    given = ("split=train", f"labelled={data.path}", "labelled_split=labelled")
-    assert sorted(run(weights, data.path, out, 3, *given)[:2]) == ["train8", "train9"]
-    with (out / "choice.csv").open() as text:
-        assert [row["group"] for row in csv.DictReader(text)][2] == "p0"
-    assert f"shard.py source={out}/choice.csv group_column=group out=..." in capsys.readouterr().out
+    data = make_dataset({"train": [[]] * 4}, ["cat"], groups=lambda row: f"p{row}")
+    keys = run(weights, data.path, tmp_path / "out", 3, "split=train")
+    with (tmp_path / "out" / "choice.csv").open() as text:
+        assert [row["group"] for row in csv.DictReader(text)] == [key.replace("train", "p") for key in keys]
+    assert f"shard.py source={tmp_path}/out/choice.csv group_column=group out=..." in capsys.readouterr().out
 
 
 def test_candidates_are_a_random_part_by_the_seed(weights: Path, photos: Path, tmp_path: Path) -> None:
@@ -166,7 +146,6 @@ def test_candidates_are_a_random_part_by_the_seed(weights: Path, photos: Path, t
             "labelled=PHOTOS",
             r"of 21 candidates 0 can .*, fewer than num = 21",
         ),
-        (3, "labelled=PHOTOS labelled_split=val", "labelled_split = val"),
     ],
 )
 def test_mistakes_leave_nothing(num: int, more: str, message: str, weights: Path, photos: Path, tmp_path: Path) -> None:
@@ -197,12 +176,3 @@ def test_images_of_a_labelled_data_set_without_a_label_do_not_count(
     assert "2 images" in capsys.readouterr().out
     with pytest.raises(UserError, match="no image of split 'none' has a label"):
         run(weights, data.path, tmp_path / "no", 2, "split=train", f"labelled={data.path}", "labelled_split=none")
-
-
-def test_labels_in_a_folder_are_never_replaced(weights: Path, photos: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "choice.csv").write_text("path,label\n1.png,cat\n")
-    with pytest.raises(UserError, match="is an existing folder"):
-        run(weights, photos, out, 3)
-    assert (out / "choice.csv").read_text() == "path,label\n1.png,cat\n"

@@ -154,17 +154,3 @@ def test_the_most_similar_images_are_drawn(photos: Path, tmp_path: Path) -> None
 
     # Fewer than 16: all that can be read.
     assert len(found) == NUM_IMAGES - 1
-
-
-def test_what_is_killed_before_the_sheet_leaves_no_older_one(photos: Path, tmp_path: Path, monkeypatch) -> None:
-    weights, out = save(tmp_path / "random.pt", 0), tmp_path / "table.parquet"
-    run(weights, photos / "ant", out, f"like={photos / 'ant' / '0.png'}")
-
-    def killed(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(features, "_draw_neighbours", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run(weights, photos / "bee", out, f"like={photos / 'bee' / '1.png'}")
-    assert [Path(key).parent.name for key in pq.read_table(out)["key"].to_pylist()] == ["bee"] * 4
-    assert not out.with_suffix(".similar.png").exists()

@@ -56,18 +56,9 @@ def run(weights: Path, source: Path, out: Path, *more: str) -> Path:
     return out
 
 
-def read(table: Path) -> dict[str, np.ndarray]:
-    """By the line of the documentation."""
-    found = pq.read_table(table)
-    page = (Path(__file__).parents[2] / "docs" / "explain.md").read_text()
-    values = eval(
-        next(line for line in page.splitlines() if "to_numpy_ndarray" in line).partition("=")[2], {"table": found}
-    )
-    return dict(zip((Path(key).stem for key in found["key"].to_pylist()), values, strict=True))
-
-
-def unfinished(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.name.startswith(".")]
+def read(folder: Path) -> dict[str, np.ndarray]:
+    index = pq.read_table(folder / "index.parquet").to_pylist()
+    return {Path(row["key"]).stem: np.load(folder / row["file"]) for row in index}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +71,7 @@ def unfinished(folder: Path) -> list[Path]:
         ("ViT-mu/4", {"pixels": BANDS}),
     ],
 )
-def test_a_table_has_what_the_model_says_of_each_patch(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_folder_has_what_the_model_says_of_each_patch(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """Of arrays of the size that is read, 12 x 24, without any other code of the pipeline."""
     weights, source, rng = save(tmp_path / "w.pt", name, **changes), tmp_path / "images", np.random.default_rng(0)
     pixels = changes.get("pixels")
@@ -88,7 +79,7 @@ def test_a_table_has_what_the_model_says_of_each_patch(name: str, changes: dict[
     source.mkdir()
     for number, image in enumerate(images):
         np.save(source / f"{number}.npy", image.astype(np.uint16 if pixels else np.uint8))
-    found = read(run(weights, source, tmp_path / "table.parquet", "image_size=12x24"))
+    found = read(run(weights, source, tmp_path / "out", "image_size=12x24"))
 
     values = (images / 1000 - 0.3) / 0.2 if pixels else images / 127.5 - 1
     model = models.load(weights, image_size=(12, 24))
@@ -102,99 +93,50 @@ def test_a_table_has_what_the_model_says_of_each_patch(name: str, changes: dict[
     np.testing.assert_allclose(np.stack([*found.values()]), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_a_table_a_folder_and_parts_hold_the_same(photos: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_what_cannot_be_read_is_left_out(photos: Path, tmp_path: Path, capsys) -> None:
     weights = save(tmp_path / "w.pt")
-    whole = run(weights, photos, tmp_path / "whole.parquet")
+    folder = run(weights, photos, tmp_path / "new" / "folder")
     said = capsys.readouterr().out
     assert "6.14 kB" in said, "6 images x 4 x 4 patches x 32 features x 2 bytes"
     assert "left out: " in said
     assert "2b.png" in said
-    found = read(whole)
-    assert list(found) == ["0", "1", "2", "3", "4"], "without the one that cannot be read"
-    assert pq.read_schema(whole).metadata[b"eval_crop"] == b"resize"
-    assert run(weights, photos, tmp_path / "again.parquet").read_bytes() == whole.read_bytes()
-
-    monkeypatch.setattr(features, "_PART_BYTES", 2 * (2 * 4 * 4 * 32))  # Two images.
-    parts = run(weights, photos, tmp_path / "parts.parquet")
-    assert all(map(np.array_equal, read(parts).values(), found.values()))
-    assert pq.read_metadata(parts).num_row_groups == 3
-
-    folder = run(weights, photos, tmp_path / "new" / "folder")
-    index = pq.read_table(folder / "index.parquet").to_pylist()
-    assert {path.name for path in folder.iterdir()} == {"index.parquet", *(row["file"] for row in index)}
-    assert [(Path(row["key"]).stem, row["rows"], row["columns"]) for row in index] == [(name, 4, 4) for name in found]
-    for row, of_table in zip(index, found.values(), strict=True):
-        assert np.array_equal(np.load(folder / row["file"]), of_table)
+    assert list(read(folder)) == ["0", "1", "2", "3", "4"]
+    index = pq.read_table(folder / "index.parquet")
+    assert {path.name for path in folder.iterdir()} == {"index.parquet", *index["file"].to_pylist()}
+    assert index.schema.metadata[b"eval_crop"] == b"resize"
 
 
-@pytest.mark.parametrize("crop", ["auto", "aspect"])
-def test_a_data_set_has_labels(crop: str, dataset: Path, tmp_path: Path) -> None:
-    out = run(save(tmp_path / "w.pt"), dataset, tmp_path / "out", f"eval_crop={crop}", "split=val")
+def test_a_data_set_has_labels(dataset: Path, tmp_path: Path) -> None:
+    out = run(save(tmp_path / "w.pt"), dataset, tmp_path / "out", "split=val")
     labels = pq.read_table(out / "index.parquet")["label"].to_pylist()
     assert len(labels) > 10
     assert {*labels} <= {*open_dataset(dataset).classes}
 
 
-def test_images_of_any_aspect_have_their_own_grids(photos: Path, tmp_path: Path) -> None:
-    """The short side is image_size; those whose sides are such multiples already are read as they are."""
-    weights = save(tmp_path / "w.pt", kernel="bicubic")
-    out = run(weights, photos, tmp_path / "out", "eval_crop=aspect")
-    index = {Path(row["key"]).stem: row for row in pq.read_table(out / "index.parquet").to_pylist()}
-    grids = [(row["rows"], row["columns"]) for row in index.values()]
-    assert grids == [(4, 4), (4, 6), (10, 4), (4, 4), (4, 6)], "20 x 31 becomes 16 x 25, and that 16 x 24"
-    for name in ("0", "1", "2", "3"):
-        pixels = np.array(Image.open(photos / f"{name}.png"))
-        # Bicubic positions of the weights, resampled when they are loaded.
-        model = models.load(weights, image_size=pixels.shape[:2])
-        with torch.no_grad():
-            expected = model.patch_features(torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 127.5 - 1)[0]
-        np.testing.assert_allclose(np.load(out / index[name]["file"]), expected, rtol=1e-3, atol=1e-3)
-    larger = run(weights, photos, tmp_path / "larger", "eval_crop=aspect", "image_size=32")
-    shapes = [np.load(larger / row["file"]).shape for row in pq.read_table(larger / "index.parquet").to_pylist()]
-    assert shapes == [(8, 8, 32), (8, 12, 32), (20, 8, 32), (8, 8, 32), (8, 12, 32)]
-
-
-@pytest.mark.parametrize("more", [[], ["eval_crop=aspect"]])
-def test_pictures_lie_beside_the_table_or_in_the_folder(more: list[str], photos: Path, tmp_path: Path) -> None:
-    weights = save(tmp_path / "w.pt")
-    sheets = [run(weights, photos, tmp_path / "out", "pictures=3", *more) / "components.png"]
-    if not more:
-        run(weights, photos, tmp_path / "t.parquet", "pictures=64")
-        sheets.append(tmp_path / "t.components.png")
-    for sheet in sheets:
-        assert np.asarray(Image.open(sheet).convert("RGB")).std() > 10
-    if not more:  # No older sheet stays beside a new table.
-        run(weights, photos, tmp_path / "t.parquet")
-        assert not sheets[-1].exists()
-
-
-@pytest.mark.parametrize(("name", "crop"), [("table.parquet", "auto"), ("folder", "auto"), ("folder", "aspect")])
-def test_a_kill_leaves_nothing_that_looks_complete(name: str, crop: str, photos: Path, tmp_path: Path) -> None:
-    weights, out = save(tmp_path / "w.pt"), tmp_path / "out" / name
+def test_a_kill_leaves_nothing_that_looks_complete(photos: Path, tmp_path: Path) -> None:
+    weights, out = save(tmp_path / "w.pt"), tmp_path / "out" / "folder"
     out.parent.mkdir()
     if (pid := os.fork()) == 0:
         calls, compute = [], LoadedModel.patch_features
 
-        def killed(self: LoadedModel, *arguments: Any, **more: Any) -> torch.Tensor:
+        def killed(self: LoadedModel, pixels: torch.Tensor) -> torch.Tensor:
             calls.append(1)
             if len(calls) == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return compute(self, *arguments, **more)
+            return compute(self, pixels)
 
         LoadedModel.patch_features = killed  # type: ignore[method-assign]
-        features._PART_BYTES = 1
-        features.run(load(weights, photos, out, f"eval_crop={crop}"))
+        features.run(load(weights, photos, out))
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
-    assert unfinished(out.parent) == [*out.parent.iterdir()]
-    assert any(path.suffix in (".parquet", ".npy") for path in out.parent.rglob("*")), "it had begun"
-    run(weights, photos, out, f"eval_crop={crop}")
+    assert not out.exists()
+    assert any(out.parent.rglob("*.npy")), "it had begun"
+    run(weights, photos, out)
     assert [*out.parent.iterdir()] == [out]
 
 
-@pytest.mark.parametrize("name", ["table.parquet", "folder"])
-def test_a_disk_that_is_full_or_too_small(name: str, photos: Path, tmp_path: Path, monkeypatch) -> None:
-    weights, out = save(tmp_path / "w.pt"), tmp_path / "out" / name
+def test_a_disk_that_is_full_or_too_small(photos: Path, tmp_path: Path, monkeypatch) -> None:
+    weights, out = save(tmp_path / "w.pt"), tmp_path / "out" / "folder"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (700, limits[1]))
     try:
@@ -212,24 +154,20 @@ def test_a_disk_that_is_full_or_too_small(name: str, photos: Path, tmp_path: Pat
 
 
 def test_what_cannot_be_is_refused_before_anything_is_computed(photos: Path, tmp_path: Path, monkeypatch) -> None:
-    weights, table = save(tmp_path / "w.pt"), tmp_path / "t.parquet"
+    weights, out = save(tmp_path / "w.pt"), tmp_path / "out"
     monkeypatch.setattr(LoadedModel, "patch_features", None)
     for more, word in (
         ([f"like={photos / '0.png'}"], "like"),
-        (["eval_crop=aspect"], "eval_crop"),
-        (["tokens=image", "pictures=4"], "pictures"),
-        (["tokens=image", f"out={tmp_path / 'folder'}"], r"\.parquet"),
+        (["tokens=image"], r"\.parquet"),
+        ([f"out={tmp_path / 't.parquet'}"], "folder"),
     ):
         with pytest.raises(UserError, match=word):
-            run(weights, photos, table, *more)
+            run(weights, photos, out, *more)
     with pytest.raises(UserError, match="exists"):
         run(weights, photos, photos)
     with pytest.raises(UserError, match="ResNet"):
-        run(save(tmp_path / "r.pt", "BiT-R50x1", 32), photos, table)
-    axial = save(tmp_path / "a.pt", "Axial-ViT-B/8", width=32, num_heads=2, depth=2, mlp_width=32)
-    with pytest.raises(UserError, match="axial"):
-        run(axial, photos, tmp_path / "folder", "eval_crop=aspect")
-    assert not table.exists()
+        run(save(tmp_path / "r.pt", "BiT-R50x1", 32), photos, out)
+    assert not out.exists()
 
 
 def test_features_that_are_not_finite_are_refused(photos: Path, tmp_path: Path) -> None:
@@ -238,5 +176,5 @@ def test_features_that_are_not_finite_are_refused(photos: Path, tmp_path: Path) 
         model.norm.bias[0] = 1e5  # More than float16 holds.
     models.save(model, tmp_path / "w.pt", {})
     with pytest.raises(UserError, match=r"infinity.*0\.png"):
-        run(tmp_path / "w.pt", photos, tmp_path / "t.parquet")
-    assert not unfinished(tmp_path)
+        run(tmp_path / "w.pt", photos, tmp_path / "out" / "folder")
+    assert not any((tmp_path / "out").iterdir())

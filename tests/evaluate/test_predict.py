@@ -6,7 +6,6 @@ import json
 import os
 import runpy
 import sys
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +94,7 @@ def test_table_of_a_data_set_is_what_the_model_says(weights: Path, data: Dataset
         assert text["probability"] == "" or np.float32(text["probability"]) == np.float32(value["probability"])
 
 
-def test_files_folders_and_tars_give_what_the_data_set_gives(weights: Path, data: Dataset, tmp_path: Path) -> None:
+def test_files_and_folders_give_what_the_data_set_gives(weights: Path, data: Dataset, tmp_path: Path) -> None:
     expected = [(row["class"], row["probability"]) for row in run(weights, data.path)]
     folder = tmp_path / "pictures"
     for i, content in enumerate(files_of(data)):
@@ -113,12 +112,6 @@ def test_files_folders_and_tars_give_what_the_data_set_gives(weights: Path, data
     assert of_folder == {row["image"]: row["probability"] for row in of_files if row["rank"] in (1, None)}
     assert list(of_folder) == sorted(of_folder)
     assert [row["image"] for row in run(weights, folder / "ant" / "*.png", "top=1")] == [str(paths[0]), str(paths[4])]
-
-    tar = Path(data.split("val").shard_paths[0])
-    of_tar = run(weights, tar)
-    assert [(row["class"], row["probability"]) for row in of_tar] == expected
-    mixed = run(weights, f"['{paths[5]}','{tar}','{paths[0]}']", "top=1")
-    assert [row["probability"] for row in mixed] == [of_folder[str(paths[i])] for i in (5, 0, 1, 2, 3, 4, 5, 0)]
 
 
 def test_what_is_left_out_of_files_is_counted(weights: Path, data: Dataset, tmp_path: Path, capsys) -> None:
@@ -187,12 +180,11 @@ def test_readable_names_are_shown(data: Dataset, tmp_path: Path, make_dataset) -
 
 
 def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> None:
-    (tmp_path / "cut.tar").write_bytes(Path(data.split("val").shard_paths[0]).read_bytes()[:700])
     (tmp_path / "bad.jpg").write_bytes(b"junk")
     (tmp_path / "photos.zip").write_bytes(b"junk")
     for said, images, *more in (
         ("nowhere: no such file or folder", "nowhere"),
-        ("cut.tar is not a complete tar of samples", tmp_path / "cut.tar"),
+        ("val-000000.tar: .* launch/index.py", data.path / "val-000000.tar"),
         (r"photos.zip: .* launch/shard.py", tmp_path / "photos.zip"),
         (r"\[a.jpg,b.jpg\]", "a.jpg,b.jpg"),
         ("has no split 'test'. It has: val", data.path, "split=test"),
@@ -229,8 +221,6 @@ def test_names_that_are_no_utf_8_are_shown_and_written(
     (folder := tmp_path / "odd").mkdir()
     for each in (name, "red\x1b[31m.jpg"):
         (folder / each).write_bytes(files_of(data)[0])
-    with tarfile.open(folder / "some.tar", "w") as tar:
-        tar.add(folder / name, name)
     out, stdout = tmp_path / "out.csv", io.TextIOWrapper(io.BytesIO(), "utf-8", "strict")  # As of a locale in UTF-8.
     command = [
         str(ROOT / "launch" / "predict.py"),

@@ -23,9 +23,8 @@ from sklearn.linear_model import Ridge
 from data_tools.check import exclude
 from pipeline import model as models
 from pipeline.base.errors import UserError
-from pipeline.base.page import PngImage
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.evaluate import mistakes, predict, render, score_report
+from pipeline.evaluate import render, score_report
 from pipeline.evaluate.intervals import of_samples
 from pipeline.evaluate.loaded_model import evaluation_view, output_folder
 from pipeline.evaluate.probes.probe import choose_samples
@@ -34,7 +33,7 @@ from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings import schema
 from pipeline.settings.commands.data import ExcludeConfig
-from pipeline.settings.commands.weights import PredictConfig, ScoreConfig
+from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.settings.run import TrackConfig
 
 SIDE, K = 8, 6
@@ -190,59 +189,28 @@ def test_images_without_a_label_are_counted(weights: Path, make_dataset, tmp_pat
     assert softmax["loss"] == pytest.approx(labelled["loss"])
 
 
-def test_several_labels_have_average_precisions_and_thresholds(
-    make_dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """scikit-learn's mAP; thresholds from another split, which launch/predict.py applies."""
+def test_several_labels_have_average_precisions(make_dataset, tmp_path: Path) -> None:
+    """scikit-learn's mAP, precision, recall and F1."""
     rng = np.random.default_rng(0)
-    labels = {
-        name: [sorted(set(rng.integers(0, K - 1, 2).tolist()))[: rng.integers(0, 3)] for _ in range(n)]
-        for name, n in {"dev": 60, "val": 70}.items()
-    }
-    data = make_dataset(labels, CLASSES, {"val": BAD["val"], "dev": []}, groups=lambda row: f"p{row // 7}")
+    labels = [sorted(set(rng.integers(0, K - 1, 2).tolist()))[: rng.integers(0, 3)] for _ in range(70)]
+    data = make_dataset({"val": labels}, CLASSES, {"val": BAD["val"]}, groups=lambda row: f"p{row // 7}")
     weights, out = save(tmp_path / "random.pt", K, classes=CLASSES), tmp_path / "out"
-    scores = score_report.run(config(weights, data, f"out={out}", "shots=0", "thresholds_split=dev"))
-    model = models.load(weights).eval()
+    scores = score_report.run(config(weights, data, f"out={out}", "shots=0"))
     with torch.no_grad():
-        shares = {
-            name: model(pixels_of(data, name, bad)).sigmoid().numpy() for name, bad in (("val", True), ("dev", False))
-        }
-    shares["val"][BAD["val"]] = -1
-    hot = {name: np.array([[c in of for c in range(K)] for of in labels[name]]) for name in labels}
-    expected = metrics.average_precision_score(hot["val"][:, : K - 1], shares["val"][:, : K - 1], average="macro")
+        shares = models.load(weights).eval()(pixels_of(data, "val")).sigmoid().numpy()
+    shares[BAD["val"]] = -1
+    hot = np.array([[c in of for c in range(K)] for of in labels])
+    expected = metrics.average_precision_score(hot[:, : K - 1], shares[:, : K - 1], average="macro")
     assert scores["map"] == pytest.approx(expected)
     assert scores["map_low"] < scores["map"] < scores["map_high"]
     rows = list(csv.DictReader((out / "per_label.csv").open()))
     assert [row["class"] for row in rows] == CLASSES
-    limits = np.array([float(row["threshold"]) for row in rows])
-    assert limits[K - 1] == 0.5, "no image of the split has this class"
-    for c in range(K - 1):
-        best = max(metrics.f1_score(hot["dev"][:, c], shares["dev"][:, c] >= limit) for limit in shares["dev"][:, c])
-        assert metrics.f1_score(hot["dev"][:, c], shares["dev"][:, c] >= limits[c]) == pytest.approx(best)
-    found = metrics.precision_recall_fscore_support(hot["val"], shares["val"] >= limits, zero_division=0)
+    found = metrics.precision_recall_fscore_support(hot, shares >= 0.5, zero_division=0)
     for name, column in zip(("precision", "recall", "f1", "images"), found, strict=True):
         assert [float(row[name]) for row in rows] == pytest.approx(column), name
-    assert f"thresholds={out / 'per_label.csv'}" in capsys.readouterr().out
     assert "<h2>Labels</h2>" in (out / "report.html").read_text()
-
-    settings = [f"weights={weights}", f"data={data.path}", "device=cpu", "max_bad_share=0.1"]
-    table = predict.run(schema.load(PredictConfig, None, [*settings, f"thresholds={out / 'per_label.csv'}"]))
-    by_image: dict[str, set[int]] = {f"val{row}": set() for row in range(70)}
-    for row in table.to_pylist():
-        by_image[row["image"]] |= {row["class_number"]} - {None}
-    assert list(by_image.values()) == [set(np.flatnonzero(row >= limits).tolist()) for row in shares["val"]]
-    assert len(table) > 70 - sum(map(bool, by_image.values()))
-    (tmp_path / "few.csv").write_text("class,threshold\nant,0.5\n")
-    for file in ("few.csv", "none.csv"):
-        with pytest.raises(UserError, match="thresholds"):
-            predict.run(schema.load(PredictConfig, None, [*settings, f"thresholds={tmp_path / file}"]))
-    # Without a split for them: 0.5 for all.
-    again = score_report.run(config(weights, data, f"out={out}", "shots=0"))
-    assert again["map"] == scores["map"]
-    assert {row["threshold"] for row in again["per_label"]} == {0.5}
-    for more in (["thresholds_split=val"], ["ordinal=true"]):
-        with pytest.raises(UserError, match=more[0].partition("=")[0]):
-            score_report.run(config(weights, data, f"out={out}", "shots=0", *more))
+    with pytest.raises(UserError, match="ordinal"):
+        score_report.run(config(weights, data, f"out={out}", "shots=0", "ordinal=true"))
 
 
 def test_grades_have_a_quadratic_kappa(weights: Path, data: Dataset, tmp_path: Path) -> None:
@@ -266,16 +234,11 @@ def test_a_split_without_images_or_labels_has_no_scores(
     weights: Path, make_dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = make_dataset({"train": [[0], [1]], "bare": [[], []], "none": []}, CLASSES)
+    monkeypatch.setattr(score_report, "_forward", lambda *given: pytest.fail("read images"))
     for split, has in (("bare", "images, but no labels"), ("none", "no images")):
-        for more in ([], ["classify=false", "neighbours=1"]):
-            with pytest.raises(UserError, match=f"photos: split '{split}' has {has}, so nothing can be scored on it."):
-                score_report.run(config(weights, data, f"split={split}", f"out={tmp_path / 'out'}", *more))
-        # Neither read a split of thousands of images first.
-        monkeypatch.setattr(score_report, "_forward", lambda *given: pytest.fail("read images"))
-        with pytest.raises(UserError, match=f"train_split .*split '{split}' has {has}"):
-            score_report.run(
-                config(weights, data, "split=train", f"train_split={split}", f"out={tmp_path / 'out'}", "shots=1")
-            )
+        for more, named in ((f"split={split}", "photos"), (f"train_split={split}", "train_split .*")):
+            with pytest.raises(UserError, match=f"{named}: split '{split}' has {has}, so nothing can be scored on it."):
+                score_report.run(config(weights, data, "split=train", "shots=1", more, f"out={tmp_path / 'out'}"))
     assert not (tmp_path / "out").exists()
 
 
@@ -331,19 +294,9 @@ def save_headless(path: Path) -> Path:
     return path
 
 
-def test_nothing_readable_is_no_score(make_dataset, weights: Path, tmp_path: Path) -> None:
-    data = make_dataset({"val": [[0], [1]]}, CLASSES, {"val": [0, 1]})
-    with pytest.raises(UserError, match=r"none of the 2 images .* can be read; the first is val0: "):
-        score_report.run(config(weights, data, "shots=0", "max_bad_share=1", f"out={tmp_path / 'out'}"))
-
-
-@pytest.mark.parametrize("settings", [["shots=0"], ["classify=false"], ["classify=false", "shots=0", "neighbours=3"]])
-def test_too_many_unreadable_images_are_no_score(
-    settings: list[str], data: Dataset, weights: Path, tmp_path: Path
-) -> None:
-    out = f"out={tmp_path / 'out'}"
+def test_too_many_unreadable_images_are_no_score(data: Dataset, weights: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"max_bad_share = 0.05 .* val5"):
-        score_report.run(config(weights, data, out, *settings, "max_bad_share=0.05"))
+        score_report.run(config(weights, data, f"out={tmp_path / 'out'}", "classify=false", "max_bad_share=0.05"))
     assert not (tmp_path / "out").exists()
 
 
@@ -408,11 +361,6 @@ def test_a_warning_of_trained_images_is_above_the_scores(data: Dataset, tmp_path
     assert "folds=5" in text.partition("## Look")[2]  # What to do to find wrong labels anyway.
 
 
-def test_without_a_mistake_the_confusion_matrix_stays() -> None:
-    matrix = PngImage("confusion.png", "", b"")
-    assert matrix in mistakes.blocks(mistakes.Mistakes("d", [], "How.", 5, 0, []), {}, Path("x"), matrix)
-
-
 def test_another_head_leaves_the_features(data: Dataset, weights: Path, tmp_path: Path) -> None:
     """classify=false needs no matching head, gives the same few-shot scores, and removes files of an earlier report."""
     out = f"out={tmp_path / 'out'}"
@@ -427,8 +375,8 @@ def test_another_head_leaves_the_features(data: Dataset, weights: Path, tmp_path
     assert "fewshot" not in neither
 
 
-def test_checkpoints_of_two_runs_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both were runs/evaluate/step-00001000-photos-val: the second replaced the scores of the first."""
+def test_results_have_folders_by_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the checkpoints of two runs, and of weights of one name, none replaces the other's."""
     monkeypatch.chdir(tmp_path)
 
     def folder(weights: str) -> str:
@@ -441,28 +389,16 @@ def test_checkpoints_of_two_runs_have_folders_of_their_own(tmp_path: Path, monke
     assert folder("runs/a/checkpoints/step-00001000") == "runs/a/evaluate/step-00001000-photos-val"
     assert folder("disk/a/step-00001000") == "runs/evaluate/a-step-00001000-photos-val"
     assert folder("disk/dinov2/pytorch_model.bin") == folder("disk/dinov2") == "runs/evaluate/dinov2-photos-val"
-    for name in ("vit_base_patch16_224.augreg_in1k", "vit_base_patch16_224.augreg_in21k"):
-        assert folder(f"timm/{name}") == folder(f"hf://timm/{name}") == f"runs/evaluate/{name}-photos-val"
+    name = "vit_base_patch16_224.augreg_in1k"
+    assert folder(f"timm/{name}") == folder(f"hf://timm/{name}") == f"runs/evaluate/{name}-photos-val"
 
-
-def test_weights_of_one_name_do_not_replace_each_others_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    def folder(weights: str) -> Path:
-        return output_folder("", weights, "evaluate", "photos-val", holds="evaluation")
-
-    (made := folder("a/best.pt")).mkdir(parents=True)
-    (made / "scores.json").write_text('{"weights": "a/best.pt"}')
-    assert folder(f"{tmp_path}/a/best.pt").resolve() == folder("a/best.pt").resolve()
-    with pytest.raises(UserError, match=r"^runs/evaluate/best-photos-val .*out="):
-        folder("b/best.pt")
-    (made := folder("a/vit/model.safetensors")).mkdir()
-    (made / "scores.json").write_text('{"weights": "a/vit/model.safetensors"}')
-    assert folder("a/vit") == made
-    with pytest.raises(UserError, match="out="):
-        folder("b/vit")
+    for weights, other in (("a/best.pt", "b/best.pt"), ("a/vit/model.safetensors", "b/vit")):
+        made = Path(folder(weights))
+        made.mkdir(parents=True)
+        (made / "scores.json").write_text(json.dumps({"weights": weights}))
+        assert folder(f"{tmp_path}/{weights}") == folder(weights)
+        with pytest.raises(UserError, match=rf"^{made} .*out="):
+            folder(other)
 
 
 def test_preprocessing_is_that_of_the_weights_unless_asked(weights: Path, data: Dataset) -> None:

@@ -214,25 +214,6 @@ def test_a_choice_of_drawings_layers_and_heads(photos: Path, tmp_path: Path, cap
     assert capsys.readouterr().out.count("1 image with an alpha") == 2
 
 
-@pytest.mark.usefixtures("not_drawn")
-def test_no_forward_pass_is_of_more_images_than_a_batch(photos: Path, tmp_path: Path, monkeypatch) -> None:
-    seen, forward = [], models.VisionTransformer.embed
-
-    def embed(self: models.VisionTransformer, images: torch.Tensor, **more: Any) -> torch.Tensor:
-        seen.append(len(images))
-        return forward(self, images, **more)
-
-    monkeypatch.setattr(models.VisionTransformer, "embed", embed)
-    run(
-        save(tmp_path / "random.pt"),
-        tmp_path / "out",
-        images_given(photos),
-        "draw=[attention,components]",
-        "batch=4",
-    )
-    assert max(seen) == 4
-
-
 def test_maps_of_layers_and_heads() -> None:
     maps = torch.rand(2, 4, 3, 5, 5)  # three blocks and the pooling
     layers = ["block 1", "block 2", "block 3", POOLING]

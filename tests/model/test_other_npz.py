@@ -111,14 +111,6 @@ def test_out_and_in_again_is_exact(tmp_path, name, changes, layout):
     assert same(back, model)
 
 
-def test_a_class_token_without_a_position_computes_the_same_bits(tmp_path):
-    """In the file, the first position is added to the class token, as the forward pass does."""
-    model, images = random_model("ViT-mu/4"), torch.rand(2, 3, 16, 16)
-    arrays = to_npz(model, "big_vision")
-    assert arrays["params/pos_embedding"].shape == (1, 16, 32)
-    assert torch.equal(load(write(tmp_path, arrays)).eval()(images), model(images))
-
-
 @pytest.mark.parametrize("positions", ["learned2d", "sincos2d", "none"])
 def test_other_positions_are_written_as_a_table_that_computes_the_same_bits(tmp_path, positions):
     model, images = random_model("ViT-mu/4", positions=positions), torch.rand(2, 3, 16, 16)

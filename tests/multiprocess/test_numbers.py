@@ -173,5 +173,3 @@ def test_what_does_not_fit_is_refused(folder: Path, dataset: Path, tmp_path: Pat
     with pytest.raises(UserError, match="ordinal"):
         score_report.run(schema.load(ScoreConfig, None, [*of_images(folder), given[2], "ordinal=true"]))
     assert not (tmp_path / "out").exists()
-    with pytest.raises(UserError, match="thresholds"):
-        predicted(folder, "thresholds=some.csv")

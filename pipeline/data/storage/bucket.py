@@ -86,12 +86,10 @@ def fetched(path: AnyPath) -> Iterator[BinaryIO]:
         yield copy
 
 
-def walk_files(folder: AnyPath, broken: list[Path] | None = None) -> Iterator[tuple[AnyPath, int, int]]:
+def walk_files(folder: AnyPath) -> Iterator[tuple[AnyPath, int, int]]:
     """(path, bytes, time of the last change in ns) of every file below a folder, also in linked folders.
 
     Raises OSError for a folder that cannot be read.
-
-    broken: links to what is not there are appended.
     """
     if isinstance(folder, BucketPath):
         yield from folder.walk()
@@ -109,8 +107,6 @@ def walk_files(folder: AnyPath, broken: list[Path] | None = None) -> Iterator[tu
             elif path.is_file():
                 status = path.stat()
                 yield path, status.st_size, status.st_mtime_ns
-            elif broken is not None and path.is_symlink():
-                broken.append(path)
 
 
 def name_inside(path: AnyPath, folder: AnyPath) -> str | None:

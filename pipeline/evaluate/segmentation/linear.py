@@ -144,8 +144,8 @@ def random_crop(
     side: int,
     draw: Callable[[int], float],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A square of a randomly scaled image, mirrored by half, and turned as `flip_vertical` and `turns` say,
-    its classes with it: (H, W, C) and int16 (H, W) -> (S, S, C) and int16 (S, S).
+    """A square of a randomly scaled image, mirrored by half, its classes with it: (H, W, C) and int16 (H, W) -> (S, S,
+    C) and int16 (S, S).
 
     The short side of the image becomes short_side (S, if that is 0) times a number of `SCALES`. Where the image ends
     before the square, pixels are `outside`, (C,), and have no class. draw: uniform numbers of this crop.
@@ -163,10 +163,7 @@ def random_crop(
     out_classes[: len(rows), : len(columns)] = classes[rows[:, None], columns]
     if draw(3) < 0.5:
         out, out_classes = out[:, ::-1], out_classes[:, ::-1]
-    if config.flip_vertical and draw(4) < 0.5:
-        out, out_classes = out[::-1], out_classes[::-1]
-    turns = int(4 * draw(5)) if config.turns else 0
-    return np.rot90(out, turns), np.rot90(out_classes, turns)
+    return out, out_classes
 
 
 def scaled(height: int, width: int, short: int) -> tuple[int, int]:

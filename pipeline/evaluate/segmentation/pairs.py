@@ -4,7 +4,6 @@ Shapes: H, W height and width, C channels, K classes.
 """
 
 import hashlib
-import io
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +13,6 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 import numpy as np
-from matplotlib.colors import hsv_to_rgb
 from PIL import Image
 
 from pipeline.architecture.pixels import RGB8, Pixels
@@ -26,7 +24,7 @@ from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.groups import group_finder, refuse_one_group
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.augment import MAX_ASPECT
-from pipeline.data.loading.decode import DecodeError, decode, exif_orientation, is_image, upright, with_pillow
+from pipeline.data.loading.decode import DecodeError, decode, is_image, with_pillow
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.values import model_values
 from pipeline.evaluate.adhoc_split import AdhocSplit, is_dataset, open_adhoc_split
@@ -87,27 +85,10 @@ class MaskClasses:
         """The values as text."""
         return [value_text(value) for value in self.values.tolist()]
 
-    def colours(self) -> np.ndarray:
-        """uint8 (K, 3): those of the masks, or some that differ where the masks have numbers."""
-        if self.values[0] >= _COLOUR:
-            return np.stack([self.values >> 16 & 255, self.values >> 8 & 255, self.values & 255], 1).astype(np.uint8)
-        # Hues at steps of the golden ratio: neighbours differ, whatever their number.
-        places = np.arange(len(self.values))
-        hsv = np.stack([places * 0.618034 % 1, 0.85 - 0.3 * (places % 3 == 1), 0.95 - 0.3 * (places % 3 == 2)], 1)
-        return (hsv_to_rgb(hsv) * 255).round().astype(np.uint8)
-
     def numbers(self, mask: np.ndarray) -> np.ndarray:
         """int32 (H, W) values -> int16 (H, W) numbers of classes, NO_CLASS where there is none."""
         places = np.searchsorted(self.values, mask).clip(max=len(self.values) - 1)
         return np.where(self.values[places] == mask, places, NO_CLASS).astype(np.int16)
-
-    def encoded(self, numbers: np.ndarray) -> bytes:
-        """int16 (H, W) numbers of classes -> a PNG that `decode_mask` reads as their values."""
-        kind = np.uint8 if self.values[-1] < 256 else np.uint16
-        values = self.colours() if self.values[0] >= _COLOUR else self.values.astype(kind)
-        image = Image.fromarray(values[numbers])
-        image.save(buffer := io.BytesIO(), "PNG")
-        return buffer.getvalue()
 
 
 def find_classes(found: Iterable[int], ignore: Sequence[str]) -> MaskClasses:
@@ -189,9 +170,10 @@ def open_pairs(config: SegmentConfig, model: Pixels) -> tuple[MaskedPairs, Maske
     to the other; at least one.
     model: what the weights read.
     """
-    train = _paired(config, model, config.split)
+    train = _paired(config, model, config.split, "images", "masks")
     if config.val_source or (is_dataset(config.images) and config.val_split):
-        return train, _paired(config, model, config.val_split, "val_" * bool(config.val_source))
+        settings = ("val_source", "val_masks") if config.val_source else ("images", "masks")
+        return train, _paired(config, model, config.val_split, *settings)
     together = train.groups or train.names
     hashes = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) for name in together]
     places = random_numbers.uniform(0, Purpose.named("segmentation held out"), np.array(hashes, np.uint64))
@@ -206,9 +188,8 @@ def open_pairs(config: SegmentConfig, model: Pixels) -> tuple[MaskedPairs, Maske
     return train.only(np.flatnonzero(~held_out)), train.only(np.flatnonzero(held_out))
 
 
-def _paired(config: SegmentConfig, model: Pixels, split: str, prefix: str = "") -> MaskedPairs:
-    """prefix: of the settings that name the places."""
-    settings = f"{prefix}source" if prefix else "images", f"{prefix}masks"
+def _paired(config: SegmentConfig, model: Pixels, split: str, *settings: str) -> MaskedPairs:
+    """settings: attributes that have the places of the images and of the masks."""
     images, masks = (f"{config.setting_of(name)} = {', '.join(getattr(config, name))}" for name in settings)
     opened, of_images = open_named(config, settings[0], split, config.exclude, config.image_suffix, model)
     opened_masks, of_masks = open_named(config, settings[1], split, "none", config.mask_suffix)
@@ -259,10 +240,7 @@ def open_named(
 
 
 def _below(key: str, places: Sequence[str]) -> str:
-    """The path of an image below its place: a folder, or a tar; of a file that is given by name, the name."""
-    _, is_in_tar, member = key.partition(".tar/")
-    if is_in_tar:
-        return member
+    """The path of an image below its folder; of a file that is given by name, the name."""
     below = [str(Path(key).relative_to(folder)) for folder in places if Path(key).is_relative_to(folder)]
     return min(below, key=len, default=Path(key).name)
 
@@ -276,10 +254,8 @@ def pair_reader(pairs: MaskedPairs, classes: MaskClasses) -> Callable[[int], tup
     images, masks = ShardReader(pairs.images), ShardReader(pairs.masks)
 
     def read(number: int) -> tuple[np.ndarray, np.ndarray]:
-        image, orientation = decode_whole(images.read(int(pairs.rows[number])), pairs.pixels, pairs.model)
+        image = decode_whole(images.read(int(pairs.rows[number])), pairs.pixels, pairs.model)
         mask, size = decode_mask(masks.read(int(pairs.mask_rows[number]))), image.shape[:2]
-        if orientation >= 5 and mask.shape == size[::-1] != size:  # It was drawn on the image as stored.
-            mask = upright(mask, orientation)
         if mask.shape != size:
             raise DecodeError(f"{size[1]} x {size[0]} pixels, its mask {mask.shape[1]} x {mask.shape[0]}")
         return image, classes.numbers(mask)
@@ -287,8 +263,8 @@ def pair_reader(pairs: MaskedPairs, classes: MaskClasses) -> Callable[[int], tup
     return read
 
 
-def decode_whole(data: bytes, pixels: Pixels, model: Pixels) -> tuple[np.ndarray, int]:
-    """(image (H, W, C) as `model` reads it by `pixels`, EXIF orientation of a JPEG).
+def decode_whole(data: bytes, pixels: Pixels, model: Pixels) -> np.ndarray:
+    """Image (H, W, C) as `model` reads it by `pixels`.
 
     Raises DecodeError, also for an image that is too long to be resized.
     """
@@ -296,7 +272,7 @@ def decode_whole(data: bytes, pixels: Pixels, model: Pixels) -> tuple[np.ndarray
     height, width = image.shape[:2]
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise DecodeError(f"{width} x {height} pixels: one side is more than {MAX_ASPECT} times the other")
-    return image, exif_orientation(data)
+    return image
 
 
 def in_order(

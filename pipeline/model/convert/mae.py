@@ -14,7 +14,7 @@ from pipeline.architecture.pixels import PerChannel
 from pipeline.base.errors import UserError
 from pipeline.model.convert import preprocessing
 from pipeline.model.convert.layouts import NAMES, DecoderFacts, Layout, State, Tensors, Weights, as_plain, write_model
-from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD, Json, Plain
+from pipeline.model.convert.preprocessing import HALF, Json, Plain
 from pipeline.model.convert.reading import count_blocks, shape_of, sizes_of
 from pipeline.model.vit import Block, SelfAttention, VisionTransformer
 
@@ -87,24 +87,6 @@ def write_decoder(state: Tensors, kind: str) -> State:
     return Layout(_NAMES[kind]).write(state)
 
 
-def to_facebook(model: VisionTransformer, decoder: Tensors, facts: DecoderFacts) -> State:
-    """The state dict of facebookresearch/mae, whose models read images normalised by ImageNet's mean. Raises
-    UserError.
-    """
-    config, _ = as_plain(model, "facebookresearch's MAE", ("token",), hybrids=False, representation=False)
-    if config.gelu != "erf" or config.layer_norm_eps != 1e-6:
-        raise UserError(
-            f"facebookresearch's MAE computes GELU erf with LayerNorm eps 1e-6, not {config.gelu} with"
-            f" {config.layer_norm_eps:g}. Use format=huggingface_mae."
-        )
-    if facts.normalise is not False and (facts.mean, facts.std) != (IMAGENET_MEAN, IMAGENET_STD):
-        raise UserError(
-            "facebookresearch's MAE predicts pixels normalised by ImageNet's mean and deviation, this decoder other"
-            " ones. Use format=huggingface_mae, or train with objective.pixels=imagenet."
-        )
-    return _written(model, decoder, facts, "timm", IMAGENET_MEAN, IMAGENET_STD)
-
-
 def to_huggingface(
     model: VisionTransformer, decoder: Tensors, facts: DecoderFacts, view: Json
 ) -> tuple[State, Plain, Plain]:
@@ -116,7 +98,7 @@ def to_huggingface(
         raise UserError(
             f"Hugging Face's ViTMAE reads square images, not {config.image_size[0]} x {config.image_size[1]}."
         )
-    tensors = _written(model, decoder, facts, "huggingface", facts.mean, facts.std)
+    tensors = _written(model, decoder, facts)
     found = {
         "architectures": ["ViTMAEForPreTraining"],
         "model_type": "vit_mae",
@@ -135,28 +117,16 @@ def to_huggingface(
     return tensors, found, preprocessing.to_huggingface(view, config.image_size) | images
 
 
-def _written(
-    model: VisionTransformer,
-    decoder: Tensors,
-    facts: DecoderFacts,
-    kind: str,
-    mean: PerChannel,
-    std: PerChannel,
-) -> State:
-    """Encoder and decoder in a file whose model reads images of this mean and deviation, and predicts pixels of
-    them.
-    """
+def _written(model: VisionTransformer, decoder: Tensors, facts: DecoderFacts) -> State:
+    """Encoder and decoder in a file whose model reads images of the mean and deviation of the pixels it predicts."""
     config, state = as_plain(model, "MAE's weights", ("token",), hybrids=False, representation=False)
     kernel, bias = "patch_embedding.weight", "patch_embedding.bias"
     state |= {name: state[name].detach().float().clone() for name in (kernel, bias)}
-    preprocessing.fold_normalisation(state[kernel], state[bias], HALF, HALF, mean, std)
-    encoder = write_model(state, config, NAMES[kind])
-    own = write_decoder(fold_pixels(decoder, facts, mean, std), kind)
-    prefixes = ("vit.", "decoder.") if kind == "huggingface" else ("", "")
-    return {
-        f"{prefix}{name}": tensor
-        for prefix, tensors in zip(prefixes, (encoder, own), strict=True)
-        for name, tensor in tensors.items()
+    preprocessing.fold_normalisation(state[kernel], state[bias], HALF, HALF, facts.mean, facts.std)
+    encoder = write_model(state, config, NAMES["huggingface"])
+    own = write_decoder(decoder, "huggingface")
+    return {f"vit.{name}": tensor for name, tensor in encoder.items()} | {
+        f"decoder.{name}": tensor for name, tensor in own.items()
     }
 
 

@@ -86,14 +86,11 @@ def to_npz(model: VisionTransformer | ResNet, layout: Layout | None = None) -> d
         config, state = as_plain(
             model,
             f"an .npz of layout {layout}",
-            pools=("token", "gap", "map") if is_big_vision else ("token",),
+            pools=("gap", "map") if is_big_vision else ("token",),
             hybrids=not is_big_vision,
             representation=True,
         )
         tensors = write_model(state, config, NAMES[layout])
-        if is_big_vision and config.pool == "token":  # big_vision adds no position to it
-            table = tensors["pos_embedding"]
-            tensors |= {"cls": tensors["cls"] + table[:, :1], "pos_embedding": table[:, 1:].clone()}
         if is_big_vision:
             tensors = {f"params/{key}": tensor for key, tensor in tensors.items()}
     return {key: tensor.numpy() for key, tensor in tensors.items()}

@@ -41,10 +41,6 @@ class SegmentConfig(GroupsConfig, GivenConfig, WeightsConfig, MlflowConfig):
     """Short side to which images are resized for the score, at least image_size, the side of the windows; 0 is
     image_size.
     """
-    flip_vertical: bool = False
-    """Mirror crops upside down by half, too, for images that have no up: cells, tiles from above."""
-    turns: bool = False
-    """Turn each crop by a random multiple of 90 degrees."""
     steps: PositiveInt = 4000
     """Steps of training (40,000 for ADE20K in DINOv3)."""
     train_batch: Batch = 16
@@ -55,14 +51,6 @@ class SegmentConfig(GroupsConfig, GivenConfig, WeightsConfig, MlflowConfig):
     """Seed of the order, the crops and the layer."""
     batch: Batch = 8
     """Windows per forward pass of the score."""
-    apply: list[PathText] = []
-    """Images without masks, files and folders or one data set: their predicted masks are written into predicted_masks/
-    of the results.
-    """
-    num_drawn: PositiveInt = setting(16, needs="apply")
-    """The first images of apply that sheet.png shows with their masks."""
-    apply_split: str = setting("test", needs="apply")
-    """If apply is a data set: its split."""
     out: PathText = setting("", output="folder", holds="segmentation")
     """Folder of the results; empty is <run>/segment/<data>-<split>, <run>/segment/<step>-... for one of its
     checkpoints, and runs/segment/<weights>-... for others (refused if it holds those of other weights of this name).

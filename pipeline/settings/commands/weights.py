@@ -27,8 +27,8 @@ Drawing = Literal[
 ]
 # For launch/choose.py: with 40,000 images, the similarities of all pairs take 6.4 GB.
 MAX_CANDIDATES = 40_000
-# Formats of export that are one file. By its suffix, the first one that has it is chosen.
-_FILE_SUFFIXES = {"safetensors": ".safetensors", "npz": ".npz", "big_vision": ".npz", "onnx": ".onnx", "mae": ".pth"}
+# Formats of export that are one file.
+_FILE_SUFFIXES = {"safetensors": ".safetensors", "npz": ".npz", "onnx": ".onnx"}
 DRAWINGS: tuple[Drawing, ...] = get_args(Drawing)
 
 
@@ -55,7 +55,7 @@ class WeightsConfig(Settings):
     # How many unreadable images are allowed whatever their share, unless that is 0.
     least_bad: ClassVar[int] = 1
     max_bad_share: Share = 0.001
-    """Share of unreadable images above which the command stops; predict, features, choose, explain and segment's apply
+    """Share of unreadable images above which the command stops; predict, features, choose and explain
     allow at least 10, unless it is 0.
     """
     batch: Batch = 64
@@ -98,10 +98,6 @@ class ScoreConfig(LossConfig, ViewConfig, ProbeConfig, MlflowConfig):
     """Match classes by name, and refuse data with one that the weights do not have; false: by number."""
     ordinal: bool = setting(False, needs="classify")
     """The classes are grades in the order of the data set (0 to 4, say): also score quadratic weighted kappa."""
-    thresholds_split: str = setting("", needs="classify")
-    """Of images with several labels: split on which the threshold of each class is chosen, that of the largest F1.
-    Empty scores them at 0.5.
-    """
     folds: NonNegativeInt = 0
     """To find wrong labels, in place of all other scores: predict each image of split by a linear layer on the features
     that is fitted to the images of the other folds (5, say); 0: off.
@@ -114,11 +110,6 @@ class ScoreConfig(LossConfig, ViewConfig, ProbeConfig, MlflowConfig):
         if self.folds:
             return
         self.check_splits("", self.split)
-        if self.thresholds_split == self.split:
-            raise UserError(
-                f"thresholds_split = split = {self.split}: thresholds would be scored on the images that they are"
-                " chosen on. Name another split."
-            )
         if not self.classify and not self.probes:
             raise UserError(
                 "classify=false with shots=0, neighbours=0 and rankme_images=0 leaves nothing to score: set one of"
@@ -131,16 +122,14 @@ class ExportConfig(Settings):
 
     weights: PathText
     """Weights: a run, a checkpoint, other projects', or OWNER/NAME on the Hugging Face hub (docs/weights.md)"""
-    format: Literal[
-        "auto", "safetensors", "timm", "huggingface", "npz", "big_vision", "onnx", "mae", "huggingface_mae"
-    ] = "auto"
+    format: Literal["auto", "safetensors", "timm", "huggingface", "npz", "onnx", "huggingface_mae"] = "auto"
     """safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer and
-    BiT; big_vision: its .npz; onnx: a graph, with a script that predicts classes by it; mae, huggingface_mae: MAE with
-    its decoder, as facebookresearch/mae and transformers load it. auto: by the suffix of out (.safetensors, .npz,
-    .onnx, or .pth for mae)
+    BiT, or big_vision's without a class token; onnx: a graph, with a script that predicts classes by it;
+    huggingface_mae: MAE with its decoder, as transformers load it. auto: by the suffix of out (.safetensors, .npz,
+    .onnx)
     """
     out: PathText = setting(output="new")
-    """File (.safetensors, .npz, .onnx, .pth), or for timm, huggingface and huggingface_mae a new folder"""
+    """File (.safetensors, .npz, .onnx), or for timm, huggingface and huggingface_mae a new folder"""
     image_size: ImageSize | None = None
     """Size of the input images in pixels: a side, or height x width; null is the weights' own."""
     head: bool = True
@@ -158,7 +147,7 @@ class ExportConfig(Settings):
             return found
         raise UserError(
             f"out = {as_typed(self.out)} does not say the format. Set format=timm, huggingface or huggingface_mae for a"
-            " folder, or end the name of a file in .safetensors, .npz, .onnx or .pth."
+            " folder, or end the name of a file in .safetensors, .npz or .onnx."
         )
 
     def check(self) -> None:
@@ -171,7 +160,7 @@ class ExportConfig(Settings):
                 f"format = {form} writes a folder, and out = {as_typed(self.out)} ends in {suffix}. Leave out format,"
                 " or name a folder."
             )
-        if form.endswith("mae") and (self.image_size or not self.head):
+        if form == "huggingface_mae" and (self.image_size or not self.head):
             raise UserError(f"format = {form} writes MAE as it was trained: leave out image_size and head.")
 
 
@@ -180,10 +169,10 @@ class GivenConfig(Settings):
 
     needs_images: ClassVar[bool] = True
     source: list[PathText] = []
-    """Images: image files, folders, tars of samples (with wildcards * and ?)."""
+    """Images: image files and folders (with wildcards * and ?)."""
     data: PathText = ""
     """In place of source: folder or URL (s3://, gs://) of a data set, made by launch/shard.py."""
-    exclude: str = "all"
+    exclude: str = setting("all", needs="data")
     """Of a data set: lists of excluded samples (exclude/*.parquet) to apply: all, none, or names separated by commas.
     """
 
@@ -224,10 +213,6 @@ class PredictConfig(LossConfig, LookConfig):
 
     top: PositiveInt = 5
     """Number of classes per image, the most likely first."""
-    thresholds: PathText = ""
-    """per_label.csv of launch/evaluate.py: of each image, in place of top, the classes whose probability is at least
-    their threshold.
-    """
     out: PathText = setting("", output="file", pattern=r"^$|\.(csv|parquet)$")
     """File for the whole table, .csv or .parquet; empty prints its first rows."""
 
@@ -235,30 +220,19 @@ class PredictConfig(LossConfig, LookConfig):
 class FeaturesConfig(LookConfig):
     """The features of images: what the head reads, or would read."""
 
-    eval_crop: Literal["auto", "center", "resize", "resize_center", "aspect"] = "auto"  # type: ignore[assignment]
-    """As of evaluate.py; or aspect, for tokens=patches in a folder: resize the whole image so that its short side is
-    that of image_size, and both sides are multiples of the patch. Each image then has its own grid.
-    """
     tokens: Literal["image", "patches"] = "image"
     """image: a vector for each image, what the head reads. patches: one for each patch, after the last norm."""
     out: PathText = setting(output="new")
-    """File for the table, .parquet; for tokens=patches a new folder, too: a .npy for each image, and index.parquet"""
+    """File for the table, .parquet; for tokens=patches a new folder: a .npy for each image, and index.parquet"""
     like: PathText = setting("", needs="tokens=image")
     """An image file: the 16 most similar images are drawn on a sheet beside the table, .similar.png. Empty draws none.
-    """
-    pictures: int = setting(0, min=0, max=64, needs="tokens=patches")
-    """Number of images that are drawn, at equal distances in their order, and their patches in the colours of their
-    first three principal components: components.png beside the table or in the folder.
     """
 
     def check(self) -> None:
         """Check that out suits what is written. Raises UserError."""
         super().check()
-        is_table = self.out.endswith(".parquet")
-        if self.eval_crop == "aspect" and (is_table or self.tokens == "image"):
-            raise UserError("eval_crop = aspect gives each image its own grid: set tokens=patches, and out=FOLDER.")
-        if self.tokens == "image" and not is_table:
-            raise UserError(f"out = {as_typed(self.out)} must end in .parquet; tokens=patches can also write a folder.")
+        if self.out.endswith(".parquet") != (self.tokens == "image"):
+            raise UserError(f"out = {as_typed(self.out)}: tokens=image writes a .parquet, tokens=patches a folder.")
 
 
 class ChooseConfig(LookConfig):

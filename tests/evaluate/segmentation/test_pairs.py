@@ -1,7 +1,6 @@
 """Images and masks find each other by name, in every kind of place; what has no partner is counted."""
 
 import shutil
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.data.loading.decode import DecodeError, upright
+from pipeline.data.loading.decode import DecodeError
 from pipeline.evaluate.segmentation.pairs import NO_CLASS, open_pairs, pair_reader, scan
 
 BUDGET = BadBudget(0.001)
@@ -25,18 +24,11 @@ def opened(*places: object) -> tuple[list[str], list[str]]:
     return train.names, val.names
 
 
-def test_folders_and_tars_have_the_same_pairs(
-    write_pairs: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pair_has_the_same_path(write_pairs: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     images, masks = write_pairs(20)
-    for folder in (images, masks):
-        with tarfile.open(tmp_path / f"{folder.name}.tar", "w") as tar:
-            for file in sorted(folder.rglob("*.png")):
-                tar.add(file, file.relative_to(folder))
     found = opened(images, masks, "val_share=0.3")
     assert sorted(found[0] + found[1]) == sorted(f"part.{i % 2}/{i}" for i in range(20))
     assert 2 <= len(found[1]) <= 10
-    assert opened(tmp_path / "images.tar", tmp_path / "masks.tar", "val_share=0.3") == found
     monkeypatch.chdir(images.parent)
     assert opened("images/", "./masks", "val_share=0.3") == found
 
@@ -92,20 +84,6 @@ def test_endings_of_names(write_pairs: Write) -> None:
     assert opened(images, masks, "val_share=0.4", "image_suffix=_leftImg8bit", "mask_suffix=_labelIds") == before
 
 
-def test_held_out_images_of_their_own(write_pairs: Write) -> None:
-    images, masks = write_pairs(5)
-    others, their_masks = write_pairs(3, "val")
-    train, val = opened(images, masks, f"val_source={others}", f"val_masks={their_masks}")
-    assert (len(train), len(val)) == (5, 3)
-
-
-def test_of_a_data_set_val_share_needs_no_val_split(make_dataset: Callable[..., Dataset]) -> None:
-    data = make_dataset({"train": [[0]] * 4, "val": [[0]] * 2}, ["any"]).path
-    assert [len(names) for names in opened(data, data)] == [4, 2]
-    train, val = opened(data, data, "val_share=0.3", "val_split=")
-    assert len(train) + len(val) == 4
-
-
 def test_a_pair_is_read_with_its_classes(write_pairs: Write, capsys: pytest.CaptureFixture[str]) -> None:
     images, masks = write_pairs(6)
     Image.new("L", (5, 24)).save(masks / "part.0/0.png")
@@ -126,29 +104,6 @@ def test_a_pair_is_read_with_its_classes(write_pairs: Write, capsys: pytest.Capt
         assert known.sum() == 24 * 32 - 64
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("size", [(24, 32), (24, 24)])
-def test_an_image_that_exif_turns_and_its_mask(orientation: int, size: tuple[int, int], write_pairs: Write) -> None:
-    """Of a mask as drawn on the image as it is stored, and of one as drawn on the upright image."""
-    images, masks = write_pairs(4, size=size)
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    for name in ("part.0/0", "part.1/1"):
-        Image.open(images / f"{name}.png").save(images / f"{name}.jpg", quality=95, subsampling=0, exif=exif)
-        (images / f"{name}.png").unlink()
-    drawn_upright = upright(np.asarray(Image.open(masks / "part.1/1.png")), orientation)
-    Image.fromarray(drawn_upright).save(masks / "part.1/1.png")
-    config = settings(images, masks, f"val_source={images}", f"val_masks={masks}")
-    train, _ = open_pairs(config, RGB8)
-    read = pair_reader(train, scan(config, BUDGET, train))
-    found = {name: read(number) for number, name in enumerate(train.names)}
-    told_by_size = size[0] != size[1] and orientation >= 5
-    for name in ["part.0/0"] * told_by_size + ["part.1/1"]:
-        pixels, numbers = found[name]
-        known = numbers != NO_CLASS
-        assert np.abs(pixels[known].astype(int) - COLOURS[numbers[known]]).mean() < 20, name
-
-
 def test_what_masks_cannot_tell_is_said_before_any_training(write_pairs: Write) -> None:
     images, masks = write_pairs(6)
     train, _ = open_pairs(settings(images, masks, "val_share=0.3"), RGB8)
@@ -165,11 +120,3 @@ def test_images_that_are_learnt_from_and_scored_on_are_found(write_pairs: Write,
     assert len(train.places() & val.places()) == 6
     train, val = open_pairs(settings(images, masks, "val_share=0.3"), RGB8)
     assert not train.places() & val.places()
-
-
-def test_a_very_long_image_is_left_out(write_pairs: Write) -> None:
-    config = settings(*write_pairs(3, size=(8, 136)), "val_share=0.5")
-    train, _ = open_pairs(config, RGB8)
-    classes = scan(config, BUDGET, train)
-    with pytest.raises(DecodeError, match="136 x 8 pixels: one side is more than 16 times"):
-        pair_reader(train, classes)(0)
