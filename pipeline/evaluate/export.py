@@ -36,7 +36,6 @@ NUM_IMAGES = 4
 _FOLDERS = ("timm", "huggingface", "huggingface_mae")  # Formats that are folders.
 _AS_IT_IS = ("safetensors", "onnx")  # Formats of any model of ours, without conversion.
 _WITH_DECODER = ("mae", "huggingface_mae")  # Formats of MAE with its decoder.
-_ARRAYS = ("npz", "big_vision")  # Published formats of arrays alone.
 _SCRIPT = Path(__file__).with_name("onnx_predict.py")  # It needs nothing of this project.
 Forward = Callable[[Tensor], Tensor]  # the model's input (B, C, height, width) -> logits (B, K), or features (B, D)
 
@@ -148,11 +147,6 @@ def _notes(form: str, model: Model | Mae, extra: dict[str, Any]) -> Iterator[str
         )
     if form == "timm" and extra.get("loss") == "sigmoid" and config.num_classes:
         yield "it has no place for train.loss = sigmoid; where it is used, set loss=sigmoid"
-    if form in _ARRAYS:
-        yield (
-            "it holds neither class names nor how images are read: where it is used, set class_names (in the order of"
-            " these weights' classes), image_size, eval_crop, eval_resize, resize_filter and loss as of these weights"
-        )
 
 
 # ---------------------------------------------------------------------- writing
@@ -163,15 +157,6 @@ def _write(model: Model, form: str, path: Path, extra: dict[str, Any]) -> None:
     view = extra.get("preprocessing", {})
     if form == "safetensors":
         models.save(model, path, extra)
-    elif form in _ARRAYS:
-        if isinstance(model, VisionTransformer) and len(set(model.config.grid)) > 1:
-            rows, columns = model.config.grid
-            raise UserError(
-                f"format = {form} holds square grids of patches, and this one is {rows} x {columns}. Use"
-                " format=safetensors."
-            )
-        arrays: dict[str, Any] = models.to_npz(model, "big_vision" if form == "big_vision" else None)
-        np.savez(path, **arrays)
     elif form == "timm":
         tensors, config = models.to_timm(model, classes, view)
         files.write_folder(path, tensors, {"config.json": config})
@@ -291,7 +276,6 @@ def _other_side(form: str, path: Path, config: Config) -> tuple[str, Forward | N
 
 
 def _our_reader(path: Path, config: Config) -> tuple[str, Forward]:
-    # An .npz does not say the image size: 224 for a BiT, else the pixels that the patches cover.
     return "our own reader", models.load(path, image_size=config.image_size)
 
 

@@ -15,7 +15,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from model_parts import ALL_PARTS, randomised
+from model_parts import ALL_PARTS, official, randomised
 from PIL import Image
 
 from pipeline.architecture.pixels import Pixels
@@ -59,7 +59,7 @@ def run(weights, form, out, **settings):
     return export.run(config)
 
 
-FORMS = {"safetensors": "a.safetensors", "npz": "a.npz", "big_vision": "b.npz", "timm": "timm", "huggingface": "hf"}
+FORMS = {"safetensors": "a.safetensors", "timm": "timm", "huggingface": "hf"}
 
 
 @pytest.mark.slow
@@ -70,10 +70,7 @@ def test_the_other_side_computes_the_same(weights, tmp_path, form, capsys):
     assert difference.largest <= 1e-6
     assert difference.scale > 0.1
     back, model = load(out), load(weights)
-    if form != "big_vision":  # which adds the class token's position to the token
-        assert all(
-            torch.equal(a, b) for a, b in zip(back.state_dict().values(), model.state_dict().values(), strict=True)
-        )
+    assert all(torch.equal(a, b) for a, b in zip(back.state_dict().values(), model.state_dict().values(), strict=True))
     assert ("resize_filter = linear" in capsys.readouterr().out) == (form in ("huggingface", "timm"))
     assert [path.name for path in out.parent.iterdir()] == [out.name]
 
@@ -193,7 +190,6 @@ def test_no_script_is_written_for_what_it_cannot_do(tmp_path, capsys):
     [
         ("a.onnx", "auto", "onnx"),
         ("a.safetensors", "auto", "safetensors"),
-        ("a.npz", "big_vision", "big_vision"),
         ("a.pth", "auto", "mae"),
         ("vit.v2", "timm", "timm"),
     ],
@@ -204,9 +200,7 @@ def test_the_suffix_says_the_format(out, form, found):
     assert config.written_format == found
 
 
-@pytest.mark.parametrize(
-    ("out", "form"), [("a", "auto"), ("a.pt", "auto"), ("a.onnx", "npz"), ("a.npz", "timm"), ("a", "onnx")]
-)
+@pytest.mark.parametrize(("out", "form"), [("a", "auto"), ("a.pt", "auto"), ("a.onnx", "timm"), ("a", "onnx")])
 def test_a_suffix_that_contradicts_the_format_is_refused(out, form):
     with pytest.raises(UserError, match=r"\bout = .*(?=.*format)"):
         ExportConfig(weights="w", format=form, out=out).check()
@@ -251,19 +245,13 @@ def test_another_size_and_no_head(weights, tmp_path):
 
 
 def test_the_order_of_classes_without_names_is_said(weights, tmp_path, capsys):
-    run(weights, "npz", tmp_path / "named.npz")
+    run(weights, "safetensors", tmp_path / "named.safetensors")
     assert "0 to 4" not in capsys.readouterr().out
-    run(tmp_path / "named.npz", "safetensors", tmp_path / "nameless.safetensors")  # An .npz keeps no names.
+    np.savez(tmp_path / "nameless.npz", **official(load(weights)))
+    run(tmp_path / "nameless.npz", "safetensors", tmp_path / "nameless.safetensors")
     assert "0 to 4" in capsys.readouterr().out
-    run(tmp_path / "named.npz", "safetensors", tmp_path / "headless.safetensors", head=False)
+    run(tmp_path / "nameless.npz", "safetensors", tmp_path / "headless.safetensors", head=False)
     assert "0 to 4" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("changes", [{}, {"pool": "gap"}, {"name": "BiT-R50x1", "units": (1,), "width": 32}])
-def test_an_npz_of_an_image_size_that_it_does_not_say(tmp_path, changes):
-    """As ViT-H/14 at 384 px, whose patches leave pixels unseen, and a BiT at another size than 224."""
-    random_weights(tmp_path / "model.pt", **changes)
-    assert run(tmp_path / "model.pt", "npz", tmp_path / "a.npz", image_size=18).largest == 0
 
 
 @pytest.mark.parametrize(("loss", "problem_type"), [("softmax", None), ("sigmoid", "multi_label_classification")])
@@ -294,12 +282,6 @@ def test_weights_of_hugging_face_in_bf16_are_compared_in_fp32(weights, tmp_path,
 @pytest.mark.parametrize(
     ("changes", "form", "out", "message"),
     [
-        (
-            {"gelu": "erf"},
-            "npz",
-            "a.npz",
-            r"our own reader differs from ours by more than tolerance = 0.0001.* Not written",
-        ),
         ({"representation": True}, "timm", "timm", "cannot hold a representation layer .*head=false"),
         (
             {"layer_norm_eps": 1e-3},
@@ -308,7 +290,6 @@ def test_weights_of_hugging_face_in_bf16_are_compared_in_fp32(weights, tmp_path,
             "differs from ours .*Not written",
         ),
         ({"name": "BiT-R50x1", "units": (1,), "width": 32}, "onnx", "a.onnx", "max pooling"),
-        ({"size": (16, 24)}, "npz", "a.npz", "square grids of patches, and this one is 4 x 6"),
         ({"size": (16, 24), "registers": 2, "classes": 0}, "huggingface", "hf", "cannot hold images of 16 x 24 px"),
     ],
 )
@@ -323,7 +304,6 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path, changes, form,
 @pytest.mark.parametrize(
     ("form", "name"),
     [
-        ("npz", "a.npz"),
         ("timm", "a"),
         ("mae", "a.pth"),
     ],
@@ -343,7 +323,7 @@ def test_a_full_disk_is_named_and_nothing_stays(tmp_path, form, name):
     assert not any(out.parent.iterdir())
 
 
-@pytest.mark.parametrize(("form", "name"), [("npz", "a.npz"), ("timm", "timm")])
+@pytest.mark.parametrize(("form", "name"), [("safetensors", "a.safetensors"), ("timm", "timm")])
 def test_all_of_it_is_on_the_disk_before_it_has_its_name(weights, tmp_path, monkeypatch, form, name):
     """Else a file of the right name and size may be zeros after a power failure."""
     out, done, flush, rename = tmp_path / "out" / name, [], os.fsync, os.replace

@@ -19,7 +19,6 @@ from pipeline.model import (
     load,
     num_parameters,
     save,
-    to_npz,
     to_timm,
 )
 from pipeline.model.channels import with_channels
@@ -114,12 +113,6 @@ def test_weights_of_other_channels_read_their_own_range_and_no_other_channels(tm
     for other in (RGB8, CT, replace(BANDS, type="int16")):
         with pytest.raises(UserError, match=r"nir.*(red, green, blue\)|\(ct\)|int16)"):
             load(tmp_path / "bands.pt", pixels=other)
-
-
-@pytest.mark.parametrize("name", ["ViT-mu/4", "BiT-R50x1"])
-def test_npz_has_no_place_for_channels(name: str) -> None:
-    with pytest.raises(UserError, match="nir"):
-        to_npz(build(config_of(name, BANDS)))
 
 
 @pytest.mark.parametrize("name", ["ViT-mu/4", "R+Ti/16", "BiT-R50x1"])

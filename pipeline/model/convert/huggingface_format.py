@@ -138,7 +138,7 @@ def to_huggingface(
     Raises UserError for a model that these cannot hold.
     """
     if isinstance(model, ResNet):
-        raise UserError("Hugging Face's ViT cannot hold a ResNet; format = npz, timm or safetensors can.")
+        raise UserError("Hugging Face's ViT cannot hold a ResNet; format = timm or safetensors can.")
     kind, model_type, own = _family(model.config)
     cls = TABLES["huggingface"]["classes"][model_type]
     has_head = model.config.num_classes > 0
