@@ -24,7 +24,7 @@ from pipeline.base.files import new_output
 from pipeline.base.words import counted
 from pipeline.evaluate.architecture import name_of
 from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, Weights, files
-from pipeline.model.convert.mae import to_facebook, to_huggingface
+from pipeline.model.convert.mae import to_huggingface
 from pipeline.model.convert.preprocessing import written_crop, written_filter, written_scale
 from pipeline.model.weights import TARGET_SCALE, TARGETS
 from pipeline.monitor.mlflow.weights import with_local_weights
@@ -35,7 +35,6 @@ from pipeline.settings.commands.weights import ExportConfig
 NUM_IMAGES = 4
 _FOLDERS = ("timm", "huggingface", "huggingface_mae")  # Formats that are folders.
 _AS_IT_IS = ("safetensors", "onnx")  # Formats of any model of ours, without conversion.
-_WITH_DECODER = ("mae", "huggingface_mae")  # Formats of MAE with its decoder.
 _SCRIPT = Path(__file__).with_name("onnx_predict.py")  # It needs nothing of this project.
 Forward = Callable[[Tensor], Tensor]  # the model's input (B, C, height, width) -> logits (B, K), or features (B, D)
 
@@ -73,7 +72,7 @@ def run(config: ExportConfig) -> LogitDifference:
 
     # ------------------------------------------------------------------ the model to write
     model: Model | Mae | None
-    if form in _WITH_DECODER:
+    if form == "huggingface_mae":
         model = Mae.from_weights(content, print)
         if model is None:
             raise UserError(f"{path}: holds no decoder of MAE, as a run with train.loss=mae does. Use another format.")
@@ -89,17 +88,17 @@ def run(config: ExportConfig) -> LogitDifference:
     del content  # whose tensors the model has copied
 
     # ------------------------------------------------------------------ written, and compared with the target program
-    out, view = Path(config.out), extra.get("preprocessing", {})
+    out = Path(config.out)
     with new_output(out, form in _FOLDERS) as unfinished:
         if isinstance(model, Mae):
-            _write_mae(model, form, unfinished, view)
+            _write_mae(model, unfinished, extra.get("preprocessing", {}))
         else:
             _write(model, form, unfinished, extra)
         # After the model is accepted.
         for note in filter(None, _notes(form, model, extra)):
             print(f"{form}: {note}")
         if isinstance(model, Mae):
-            name, ours, theirs = _compare_mae(model, form, unfinished)
+            name, ours, theirs = _compare_mae(model, unfinished)
             difference = _accept(name, ours, theirs, "predicted pixels", config.tolerance)
         else:
             name, forward = _other_side(form, unfinished, model.config)
@@ -213,25 +212,13 @@ def _write_script(file: Path, config: Config) -> None:
     print(f"written: {script}, which predicts without this project: python {script} photo.jpg")
 
 
-def _write_mae(model: Mae, form: str, path: Path, view: dict[str, Any]) -> None:
-    """Write `path` as form = mae (a .pth) or huggingface_mae (a folder). Raises UserError for a model that it cannot
-    hold.
-    """
+def _write_mae(model: Mae, folder: Path, view: dict[str, Any]) -> None:
+    """Raises UserError for a model that the format cannot hold."""
     vit = model.backbone
     assert isinstance(vit, VisionTransformer)
     decoder = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("backbone.")}
-    if form == "mae":
-        files.write_torch(path, {"model": to_facebook(vit, decoder, model.facts)})
-        E = model.decoder_embed.out_features
-        print(
-            f"for models_mae.py: img_size={vit.config.image_size[0]}, patch_size={vit.config.patch_size},"
-            f" embed_dim={vit.config.width}, depth={vit.config.depth}, num_heads={vit.config.num_heads},"
-            f" decoder_embed_dim={E}, decoder_depth={len(model.decoder_blocks)}, decoder_num_heads={model.num_heads},"
-            f" norm_pix_loss={model.normalise}"
-        )
-        return
     tensors, config, processor = to_huggingface(vit, decoder, model.facts, view)
-    files.write_folder(path, tensors, {"config.json": config, "preprocessor_config.json": processor})
+    files.write_folder(folder, tensors, {"config.json": config, "preprocessor_config.json": processor})
 
 
 # ---------------------------------------------------------------------- other programs
@@ -347,7 +334,7 @@ def _accept(name: str, ours: Tensor, theirs: Tensor, what: str, tolerance: float
 
 
 @torch.no_grad()
-def _compare_mae(model: Mae, form: str, path: Path) -> tuple[str, Tensor, Tensor]:
+def _compare_mae(model: Mae, path: Path) -> tuple[str, Tensor, Tensor]:
     """Returns (program, our reconstructions, those of the target program, which reads the file)."""
     config = model.backbone.config
     assert isinstance(config, ViTConfig)
@@ -356,27 +343,17 @@ def _compare_mae(model: Mae, form: str, path: Path) -> tuple[str, Tensor, Tensor
     noise = torch.rand((NUM_IMAGES, model.num_patches), generator=generator)
     kept, places = as_places(np.sort(noise.argsort(1)[:, : model.num_kept].numpy(), axis=1), model.num_patches)
     ours = model.predict(images, kept, places)
-    if form == "huggingface_mae" and importlib.util.find_spec("transformers"):
+    if importlib.util.find_spec("transformers"):
         library = _quiet(importlib.import_module("transformers"))
         reader = library.ViTMAEForPreTraining.from_pretrained(path, local_files_only=True).eval()
         found = reader(model.as_predicted(images), noise=noise)
         own = mae.loss(model.as_predicted(images), ours, found.mask > 0, config.patch_size, model.normalise)
         print(f"transformers {library.__version__}: loss {float(found.loss):.6g}, ours {float(own):.6g}")
         return f"transformers {library.__version__}", ours, found.logits
-    facts = model.facts
-    known = {"num_heads": facts.num_heads, "normalise": facts.normalise}
+    known = {"num_heads": model.num_heads, "normalise": model.normalise}
     again = Mae.from_weights(models.read_weights(path), lambda line: None, **known)
     assert again is not None, "its decoder was just written"
-    predicted = again.predict(images, kept, places)
-    if not facts.normalise:  # Of a .pth, they are pixels as ImageNet's mean and deviation make them.
-        predicted, ours = _as_pixels(predicted, again), _as_pixels(ours, model)
-    return "our own reader", ours, predicted
-
-
-def _as_pixels(predictions: Tensor, model: Mae) -> Tensor:
-    """(B, N, 3 P P) of a model -> in [0, 1]."""
-    mean, std = (torch.tensor(values).repeat(predictions.shape[2] // 3) for values in (model.mean, model.std))
-    return predictions * std + mean
+    return "our own reader", ours, again.predict(images, kept, places)
 
 
 def _images(config: Config) -> Tensor:

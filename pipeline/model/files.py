@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import importlib
-import io
 import json
 import os
 import pickle
@@ -213,17 +212,6 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[
     with replacing(path) as file:
         for part in (len(text).to_bytes(8, "little"), text, content[end:]):
             file.write(part)
-
-
-def write_torch(path: Path, content: Any) -> None:
-    """Write what torch.save makes of `content`. The file is replaced atomically.
-
-    In memory first: on a full disk, torch's own writer ends in a RuntimeError.
-    """
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    with replacing(path) as file:
-        file.write(buffer.getbuffer())
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], jsons: Mapping[str, Mapping[str, Any]]) -> None:

@@ -85,7 +85,11 @@ def test_a_run_says_what_has_no_effect(given: list[str], said: list[str]) -> Non
     ("cls", "given", "said"),
     [
         (RunConfig, [*RUN, "train.lora_alpha=8"], "train.lora_alpha = 8.0 has no effect without train.lora_rank. Set"),
-        (weights.ExportConfig, ["weights=w", "format=mae", "out=a.pth", "head=false"], "writes MAE as it was trained"),
+        (
+            weights.ExportConfig,
+            ["weights=w", "format=huggingface_mae", "out=a", "head=false"],
+            "writes MAE as it was trained",
+        ),
         (
             weights.ExplainConfig,
             ["weights=w", "draw=[filters,positions]", "layer=3"],

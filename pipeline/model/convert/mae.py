@@ -14,7 +14,7 @@ from pipeline.architecture.pixels import PerChannel
 from pipeline.base.errors import UserError
 from pipeline.model.convert import preprocessing
 from pipeline.model.convert.layouts import NAMES, DecoderFacts, Layout, State, Tensors, Weights, as_plain, write_model
-from pipeline.model.convert.preprocessing import HALF, IMAGENET_MEAN, IMAGENET_STD, Json, Plain
+from pipeline.model.convert.preprocessing import HALF, Json, Plain
 from pipeline.model.convert.reading import count_blocks, shape_of, sizes_of
 from pipeline.model.vit import Block, SelfAttention, VisionTransformer
 
@@ -80,43 +80,23 @@ def read_decoder(tensors: Tensors, config: ViTConfig) -> State:
     return layout.read(tensors, tables | nn.ModuleDict(layers).state_dict())
 
 
-def write_decoder(state: Tensors, kind: str) -> State:
-    """The decoder of our objective in the names of kind "timm" (facebookresearch/mae) or "huggingface" (without
-    "decoder.").
-    """
-    return Layout(_NAMES[kind]).write(state)
-
-
-def to_facebook(model: VisionTransformer, decoder: Tensors, facts: DecoderFacts) -> State:
-    """The state dict of facebookresearch/mae, whose models read images normalised by ImageNet's mean. Raises
-    UserError.
-    """
-    config, _ = as_plain(model, "facebookresearch's MAE", ("token",), hybrids=False, representation=False)
-    if config.gelu != "erf" or config.layer_norm_eps != 1e-6:
-        raise UserError(
-            f"facebookresearch's MAE computes GELU erf with LayerNorm eps 1e-6, not {config.gelu} with"
-            f" {config.layer_norm_eps:g}. Use format=huggingface_mae."
-        )
-    if facts.normalise is not False and (facts.mean, facts.std) != (IMAGENET_MEAN, IMAGENET_STD):
-        raise UserError(
-            "facebookresearch's MAE predicts pixels normalised by ImageNet's mean and deviation, this decoder other"
-            " ones. Use format=huggingface_mae, or train with objective.pixels=imagenet."
-        )
-    return _written(model, decoder, facts, "timm", IMAGENET_MEAN, IMAGENET_STD)
-
-
 def to_huggingface(
     model: VisionTransformer, decoder: Tensors, facts: DecoderFacts, view: Json
 ) -> tuple[State, Plain, Plain]:
     """(state dict, config.json, preprocessor_config.json) of a ViTMAEForPreTraining. Raises UserError for a model that
     it cannot hold.
     """
-    config = model.config
+    config, state = as_plain(model, "Hugging Face's ViTMAE", ("token",), hybrids=False, representation=False)
     if config.image_size[0] != config.image_size[1]:
         raise UserError(
             f"Hugging Face's ViTMAE reads square images, not {config.image_size[0]} x {config.image_size[1]}."
         )
-    tensors = _written(model, decoder, facts, "huggingface", facts.mean, facts.std)
+    kernel, bias = "patch_embedding.weight", "patch_embedding.bias"
+    state |= {name: state[name].detach().float().clone() for name in (kernel, bias)}
+    preprocessing.fold_normalisation(state[kernel], state[bias], HALF, HALF, facts.mean, facts.std)
+    own = Layout(_NAMES["huggingface"]).write(decoder)
+    tensors = {f"vit.{name}": tensor for name, tensor in write_model(state, config, NAMES["huggingface"]).items()}
+    tensors |= {f"decoder.{name}": tensor for name, tensor in own.items()}
     found = {
         "architectures": ["ViTMAEForPreTraining"],
         "model_type": "vit_mae",
@@ -133,31 +113,6 @@ def to_huggingface(
     }
     images = {"image_mean": list(facts.mean), "image_std": list(facts.std)}
     return tensors, found, preprocessing.to_huggingface(view, config.image_size) | images
-
-
-def _written(
-    model: VisionTransformer,
-    decoder: Tensors,
-    facts: DecoderFacts,
-    kind: str,
-    mean: PerChannel,
-    std: PerChannel,
-) -> State:
-    """Encoder and decoder in a file whose model reads images of this mean and deviation, and predicts pixels of
-    them.
-    """
-    config, state = as_plain(model, "MAE's weights", ("token",), hybrids=False, representation=False)
-    kernel, bias = "patch_embedding.weight", "patch_embedding.bias"
-    state |= {name: state[name].detach().float().clone() for name in (kernel, bias)}
-    preprocessing.fold_normalisation(state[kernel], state[bias], HALF, HALF, mean, std)
-    encoder = write_model(state, config, NAMES[kind])
-    own = write_decoder(fold_pixels(decoder, facts, mean, std), kind)
-    prefixes = ("vit.", "decoder.") if kind == "huggingface" else ("", "")
-    return {
-        f"{prefix}{name}": tensor
-        for prefix, tensors in zip(prefixes, (encoder, own), strict=True)
-        for name, tensor in tensors.items()
-    }
 
 
 def fold_pixels(decoder: Tensors, facts: DecoderFacts, mean: PerChannel, std: PerChannel) -> State:

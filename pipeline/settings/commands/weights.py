@@ -28,7 +28,7 @@ Drawing = Literal[
 # For launch/choose.py: with 40,000 images, the similarities of all pairs take 6.4 GB.
 MAX_CANDIDATES = 40_000
 # Formats of export that are one file. By its suffix, the first one that has it is chosen.
-_FILE_SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx", "mae": ".pth"}
+_FILE_SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx"}
 DRAWINGS: tuple[Drawing, ...] = get_args(Drawing)
 
 
@@ -131,13 +131,13 @@ class ExportConfig(Settings):
 
     weights: PathText
     """Weights: a run, a checkpoint, other projects', or OWNER/NAME on the Hugging Face hub (docs/weights.md)"""
-    format: Literal["auto", "safetensors", "timm", "huggingface", "onnx", "mae", "huggingface_mae"] = "auto"
+    format: Literal["auto", "safetensors", "timm", "huggingface", "onnx", "huggingface_mae"] = "auto"
     """safetensors: our format; timm, huggingface: folders that these libraries load; onnx: a graph, with a script that
-    predicts classes by it; mae, huggingface_mae: MAE with its decoder, as facebookresearch/mae and transformers load
-    it. auto: by the suffix of out (.safetensors, .onnx, or .pth for mae)
+    predicts classes by it; huggingface_mae: MAE with its decoder, as transformers loads it. auto: by the suffix of out
+    (.safetensors, .onnx)
     """
     out: PathText = setting(output="new")
-    """File (.safetensors, .onnx, .pth), or for timm, huggingface and huggingface_mae a new folder"""
+    """File (.safetensors, .onnx), or for timm, huggingface and huggingface_mae a new folder"""
     image_size: ImageSize | None = None
     """Size of the input images in pixels: a side, or height x width; null is the weights' own."""
     head: bool = True
@@ -155,7 +155,7 @@ class ExportConfig(Settings):
             return found
         raise UserError(
             f"out = {as_typed(self.out)} does not say the format. Set format=timm, huggingface or huggingface_mae for a"
-            " folder, or end the name of a file in .safetensors, .onnx or .pth."
+            " folder, or end the name of a file in .safetensors or .onnx."
         )
 
     def check(self) -> None:
@@ -168,7 +168,7 @@ class ExportConfig(Settings):
                 f"format = {form} writes a folder, and out = {as_typed(self.out)} ends in {suffix}. Leave out format,"
                 " or name a folder."
             )
-        if form.endswith("mae") and (self.image_size or not self.head):
+        if form == "huggingface_mae" and (self.image_size or not self.head):
             raise UserError(f"format = {form} writes MAE as it was trained: leave out image_size and head.")
 
 
