@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from pipeline import model as models
-from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.base.files import new_output
 from pipeline.base.words import counted
 from pipeline.evaluate.architecture import name_of
 from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, Weights, files
 from pipeline.model.convert.mae import to_huggingface
-from pipeline.model.convert.preprocessing import written_crop, written_filter, written_scale
+from pipeline.model.convert.preprocessing import written_crop, written_filter
 from pipeline.model.weights import TARGET_SCALE, TARGETS
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.objectives import mae
@@ -131,8 +130,6 @@ def _notes(form: str, model: Model | Mae, extra: dict[str, Any]) -> Iterator[str
         yield f"the weights have no class names: outputs are 0 to {config.num_classes - 1:,} in the order of their head"
     if form == "huggingface":
         yield written_crop(view, config.image_size)
-    if form in ("huggingface", "timm"):
-        yield written_scale(config.pixels, form == "timm")
     if form not in _AS_IT_IS and isinstance(config, ViTConfig) and "sincos2d" in config.positions:
         size = "{} x {}".format(*config.image_size)
         yield (
@@ -239,8 +236,6 @@ def _source_side(path: Path, content: Weights) -> tuple[str, Forward] | None:
     if forward is None:
         print(f"{name} is not installed: the input is not compared with it")
         return None
-    if content.config.pixels != RGB8:  # of which nothing was folded
-        return name, forward
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (content.mean, content.std))
     return name, lambda x: forward((x * 0.5 + 0.5 - mean) / std)
 

@@ -343,8 +343,7 @@ def _pixels_read(old: Pixels, new: Pixels | None, path: StrPath) -> Pixels:
         if new is None or new.num_channels != count:
             raise UserError(
                 f"{path}: reads {counted(count, 'channel')}, and no file of it says their names, type and range:"
-                f" fine-tune it (init.weights) on a data set of {counted(count, 'channel')}, or copy the field pixels"
-                " of such a set's dataset.json into a config.json beside it."
+                f" fine-tune it (init.weights) on a data set of {counted(count, 'channel')}."
             )
         return replace(new, mean=old.mean or new.mean, std=old.std or new.std)
     if new is None:

@@ -22,11 +22,12 @@ from pipeline.model import (
     to_timm,
 )
 from pipeline.model.channels import with_channels
+from pipeline.model.convert.layouts import NAMES, write_model
 from pipeline.model.files import write_folder
 
 BANDS = Pixels.full_range(("nir", "red", "green", "blue", "height"), "uint16")
 CT = replace(Pixels.full_range(("ct",), "int16"), mean=(0.4,), std=(0.3,), nodata=-2000.0)
-NAMES = ("ViT-mu/4", "R+Ti/16", "ViT-mu/1", "BiT-R50x1")
+MODELS = ("ViT-mu/4", "R+Ti/16", "ViT-mu/1", "BiT-R50x1")
 
 
 def config_of(name: str, pixels: Pixels):  # type: ignore[no-untyped-def]
@@ -34,7 +35,7 @@ def config_of(name: str, pixels: Pixels):  # type: ignore[no-untyped-def]
     return configure(name, size, 5, pixels=pixels, small_stem=[32, 64] if name == "ViT-mu/1" else None)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("pixels", [CT, BANDS], ids=["ct", "bands"])
 def test_a_model_of_any_channels_is_built_counted_saved_and_read(name: str, pixels: Pixels, tmp_path: Path) -> None:
     config = config_of(name, pixels)
@@ -97,7 +98,7 @@ def test_each_rule_for_channels(tmp_path: Path) -> None:
         load(tmp_path / "rgb.pt", pixels=CT, channels="zero")
 
 
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", MODELS[1:])
 def test_stems_read_other_channels_from_weights_of_rgb(name: str, tmp_path: Path) -> None:
     old = build(config_of(name, RGB8))
     save(old, tmp_path / "rgb.pt")
@@ -115,31 +116,20 @@ def test_weights_of_other_channels_read_their_own_range_and_no_other_channels(tm
             load(tmp_path / "bands.pt", pixels=other)
 
 
-@pytest.mark.parametrize("name", ["ViT-mu/4", "R+Ti/16", "BiT-R50x1"])
-def test_timm_folders_of_other_channels(name: str, tmp_path: Path) -> None:
-    """Every bit comes back. What does not say its channels, as timm's own folders, takes those of a data set, with its
-    mean.
-    """
-    pixels = replace(BANDS, mean=(0.1, 0.2, 0.3, 0.4, 0.5), std=(0.2,) * 5)
-    model = build(replace(config_of(name, pixels), **({} if name.startswith("BiT") else {"gelu": "erf"})), seed=1)
-    tensors, config = to_timm(model, None, {})
-    assert config["model_args"]["in_chans"] == 5
-    assert config["pretrained_cfg"]["input_size"] == [5, *model.config.image_size]
-    assert (config["pretrained_cfg"]["mean"], config["pretrained_cfg"]["std"]) == ([*pixels.mean], [*pixels.std])
-    write_folder(tmp_path / "ours", tensors, {"config.json": config})
-    again = load(tmp_path / "ours")
-    assert again.config.pixels == pixels
-    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
-
-    del config["pixels"]
-    write_folder(tmp_path / "theirs", tensors, {"config.json": config})
-    with pytest.raises(UserError, match=r"5 channels.*init\.weights.*dataset\.json"):
-        load(tmp_path / "theirs")
+def test_weights_of_other_projects_take_the_channels_of_a_data_set_with_their_mean(tmp_path: Path) -> None:
+    model = build(config_of("ViT-mu/4", BANDS), seed=1)
+    with pytest.raises(UserError, match="cannot hold pixels = 5 channels"):
+        to_timm(model, None, {})
+    mean, std = (0.1, 0.2, 0.3, 0.4, 0.5), (0.2,) * 5
+    config = {"pretrained_cfg": {"mean": mean, "std": std}}
+    write_folder(tmp_path / "a", write_model(model.state_dict(), model.config, NAMES["timm"]), {"config.json": config})
+    with pytest.raises(UserError, match=r"5 channels.*init\.weights"):
+        load(tmp_path / "a")
     with pytest.raises(UserError, match="5 channels"):
-        load(tmp_path / "theirs", pixels=CT)
+        load(tmp_path / "a", pixels=CT)
     data = Pixels.full_range(("a", "b", "c", "d", "e"), "int16", nodata=-1)
     said: list[str] = []
-    again = load(tmp_path / "theirs", pixels=data, say=said.append)
-    assert again.config.pixels == replace(data, mean=pixels.mean, std=pixels.std)
+    again = load(tmp_path / "a", pixels=data, say=said.append)
+    assert again.config.pixels == replace(data, mean=mean, std=std)
     assert torch.equal(next(again.parameters()), next(model.parameters()))
     assert any("a, b, c, d, e" in line for line in said)

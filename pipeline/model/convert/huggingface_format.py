@@ -80,7 +80,6 @@ def from_huggingface(tensors: State, kind: str, config_files: ConfigFiles, notes
     activation = get("hidden_act", str, _KINDS[kind].activation)
     if is_silu and activation != "silu":
         raise UserError(f"its MLP is gated by {activation[:100]}; only silu is supported.")
-    pixels = preprocessing.pixels_in(config_files.config)
     told: Plain = {
         "gelu": "erf" if is_silu else gelu_of(activation),
         "layer_norm_eps": get("layer_norm_eps", float, _KINDS[kind].eps),
@@ -90,10 +89,9 @@ def from_huggingface(tensors: State, kind: str, config_files: ConfigFiles, notes
         "layer_scale": get("layerscale_value", float, 1.0),
         "rope_base": get("rope_theta", float, 100.0) if kind == "dinov3" else None,
         "pool": "both" if kind == "dinov2" and has_head else "token",
-        "pixels": pixels,
     }
     processor = config_files.processor
-    images = preprocessing.from_huggingface(processor, pixels is not None) if processor else None
+    images = preprocessing.from_huggingface(processor) if processor else None
     return read_vit(tensors, _names(kind, gated), told, images, extra, notes, "none" if kind == "dinov3" else None)
 
 
@@ -158,7 +156,7 @@ def to_huggingface(
         _KINDS[kind].pools,
         hybrids=False,
         representation=kind == "huggingface" and not has_head and model.config.pool == "token",
-        holds=frozenset({*_KINDS[kind].holds, "pixels"}),
+        holds=frozenset(_KINDS[kind].holds),
     )
     if NAMES[kind].get("no_patch_bias"):
         move_patch_bias(state, config.num_patches)
@@ -170,7 +168,6 @@ def to_huggingface(
     found = {
         "architectures": [cls.replace("Model", "ForImageClassification") if has_head else cls],
         **sizes_of(config),
-        **preprocessing.saved_pixels(config.pixels),
         "model_type": model_type,
         **own,
     }
@@ -179,7 +176,7 @@ def to_huggingface(
         found |= {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
         if loss in ("sigmoid", _REGRESSION):
             found["problem_type"] = _OF_SIGMOID if loss == "sigmoid" else _REGRESSION
-    return tensors, found, preprocessing.to_huggingface(view, config.image_size, config.pixels)
+    return tensors, found, preprocessing.to_huggingface(view, config.image_size)
 
 
 def _family(config: ViTConfig) -> tuple[str, str, Plain]:

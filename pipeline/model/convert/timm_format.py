@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipeline.architecture.config import Config, Pool, Positions, ResNetConfig, Size, ViTConfig, stem_reduction
+from pipeline.architecture.pixels import RGB8
 from pipeline.architecture.variants import RESNET_UNITS, VARIANTS
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -85,10 +86,9 @@ def from_timm(tensors: State, config: Json, notes: list[str]) -> Weights:
     extra: Plain = {"classes": classes} if classes else {}
     images = preprocessing.from_timm(cfg) if cfg else None
     size = pair("model_args.img_size", args("img_size", int | list[int], images and images.view["image_size"]))
-    pixels = preprocessing.pixels_in(config)
     if is_bit(tensors):
         notes.append("BiT's tensors do not tell the image size: " + ("as config.json" if size else "taken as 224"))
-        bit, names = find_bit(tensors, size or (224, 224), pixels)
+        bit, names = find_bit(tensors, size or (224, 224))
         return with_images(bit, read_model(tensors, bit, names), images, extra, notes)
 
     name = architecture = get("architecture", str, "")
@@ -143,7 +143,6 @@ def from_timm(tensors: State, config: Json, notes: list[str]) -> Weights:
         "rope_side": rope and rope.side,
         "layer_scale": args("init_values", float, 1.0),
         "pool": "mean" if pool == "avg" else "token",
-        "pixels": pixels,
     }
     without_table: Positions | None = "none" if rope or args("pos_embed", str) in ("none", "") else None
     weights = read_vit(tensors, NAMES["timm"], told, images, extra, notes, without_table)
@@ -218,6 +217,8 @@ def to_timm(model: VisionTransformer | ResNet, classes: list[str] | None, view: 
     Raises UserError for a model that timm does not have.
     """
     if isinstance(model, ResNet):
+        if model.config.pixels != RGB8:
+            raise UserError(f"timm's BiT cannot hold {model.config.pixels}; format = safetensors can.")
         tensors = write_model(model.state_dict(), model.config, NAMES["timm_bit"])
     else:
         tensors = _vit_to_timm(model)
@@ -228,18 +229,17 @@ def to_timm(model: VisionTransformer | ResNet, classes: list[str] | None, view: 
         "num_features": model.config.num_features if isinstance(model, ResNet) else model.config.width,
         "model_args": args,
         "pretrained_cfg": {
-            **preprocessing.to_timm(view, model.config.image_size, model.config.pixels),
+            **preprocessing.to_timm(view, model.config.image_size),
             "num_classes": model.config.num_classes,
             "custom_load": False,
         },
-        **preprocessing.saved_pixels(model.config.pixels),
     }
     return tensors, {**found, **({"label_names": classes} if classes else {})}
 
 
 def _vit_to_timm(model: VisionTransformer) -> State:
     """The state dict of timm's ViT. Raises UserError for a model that it cannot hold."""
-    holds = {"layer_scale", "registers", "qk_norm", "pool_norm", "swiglu", "pixels", "embedding_norm"}
+    holds = {"layer_scale", "registers", "qk_norm", "pool_norm", "swiglu", "embedding_norm"}
     pools: tuple[Pool, ...] = ("token", "gap", "map", "mean")
     config, state = as_plain(model, "timm's ViT", pools, hybrids=True, representation=False, holds=frozenset(holds))
     others = [config.pool == "map", config.stem is not None, config.embedding_norm]
@@ -264,13 +264,12 @@ def _vit_to_timm(model: VisionTransformer) -> State:
 
 def timm_architecture(config: Config) -> tuple[str, Plain]:
     """(name of a timm model, arguments that change it to this model). Raises UserError if timm has none."""
-    channels = {"in_chans": config.pixels.num_channels} if config.pixels.num_channels != 3 else {}
     if isinstance(config, ResNetConfig):
         layers = next((layers for layers, units in RESNET_UNITS.items() if units == config.units), 0)
         if (name := f"{layers}x{config.width / 64:g}") not in TABLES["timm"]["bits"]:
             known = ", ".join(TABLES["timm"]["bits"])
             raise UserError(f"timm has no BiT of units {config.units} and width {config.width}; it has {known}.")
-        return f"resnetv2_{name}_bit", channels
+        return f"resnetv2_{name}_bit", {}
     D, M = config.width, (2 if config.swiglu else 1) * config.mlp_width
     args: Plain = {
         "img_size": list(config.image_size),
@@ -287,7 +286,6 @@ def timm_architecture(config: Config) -> tuple[str, Plain]:
         "class_token": config.has_class_token,
         "global_pool": {"gap": "avg", "mean": "avg"}.get(config.pool, config.pool),
         "fc_norm": config.pool_norm,
-        **channels,
     }
     if not config.swiglu:
         args["act_layer"] = {"erf": "gelu", "tanh": "gelu_tanh", "quick": "quick_gelu"}[config.gelu]
