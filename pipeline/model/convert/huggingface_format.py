@@ -136,7 +136,7 @@ def to_huggingface(
     Raises UserError for a model that these cannot hold.
     """
     if isinstance(model, ResNet):
-        raise UserError("Hugging Face's ViT cannot hold a ResNet; format = timm or safetensors can.")
+        raise UserError("Hugging Face's ViT cannot hold a ResNet; format = safetensors can.")
     kind, model_type, own = _family(model.config)
     cls = TABLES["huggingface"]["classes"][model_type]
     has_head = model.config.num_classes > 0
@@ -154,7 +154,6 @@ def to_huggingface(
         model,
         f"Hugging Face's {cls}",
         _KINDS[kind].pools,
-        hybrids=False,
         representation=kind == "huggingface" and not has_head and model.config.pool == "token",
         holds=frozenset(_KINDS[kind].holds),
     )

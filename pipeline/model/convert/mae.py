@@ -86,7 +86,7 @@ def to_huggingface(
     """(state dict, config.json, preprocessor_config.json) of a ViTMAEForPreTraining. Raises UserError for a model that
     it cannot hold.
     """
-    config, state = as_plain(model, "Hugging Face's ViTMAE", ("token",), hybrids=False, representation=False)
+    config, state = as_plain(model, "Hugging Face's ViTMAE", ("token",))
     if config.image_size[0] != config.image_size[1]:
         raise UserError(
             f"Hugging Face's ViTMAE reads square images, not {config.image_size[0]} x {config.image_size[1]}."

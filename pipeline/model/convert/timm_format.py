@@ -6,15 +6,12 @@ Their defaults: erf GELU, LayerNorm eps 1e-6.
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from pipeline.architecture.config import Config, Pool, Positions, ResNetConfig, Size, ViTConfig, stem_reduction
-from pipeline.architecture.pixels import RGB8
-from pipeline.architecture.variants import RESNET_UNITS, VARIANTS
+from pipeline.architecture.config import Config, Positions, Size, ViTConfig, stem_reduction
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.convert import preprocessing
@@ -24,7 +21,6 @@ from pipeline.model.convert.layouts import (
     State,
     Weights,
     as_plain,
-    move_patch_bias,
     read_model,
     write_model,
 )
@@ -214,89 +210,40 @@ def _place_positions(tensors: State, size: Size | None, notes: list[str]) -> Non
 def to_timm(model: VisionTransformer | ResNet, classes: list[str] | None, view: Json) -> tuple[State, Plain]:
     """(state dict, config.json) as timm.create_model("local-dir:FOLDER", pretrained=True) reads them.
 
-    Raises UserError for a model that timm does not have.
+    Raises UserError for a model that timm's ViT cannot hold.
     """
-    if isinstance(model, ResNet):
-        if model.config.pixels != RGB8:
-            raise UserError(f"timm's BiT cannot hold {model.config.pixels}; format = safetensors can.")
-        tensors = write_model(model.state_dict(), model.config, NAMES["timm_bit"])
-    else:
-        tensors = _vit_to_timm(model)
-    architecture, args = timm_architecture(model.config)
-    found = {
-        "architecture": architecture,
-        "num_classes": model.config.num_classes,
-        "num_features": model.config.num_features if isinstance(model, ResNet) else model.config.width,
-        "model_args": args,
-        "pretrained_cfg": {
-            **preprocessing.to_timm(view, model.config.image_size),
-            "num_classes": model.config.num_classes,
-            "custom_load": False,
-        },
-    }
-    return tensors, {**found, **({"label_names": classes} if classes else {})}
-
-
-def _vit_to_timm(model: VisionTransformer) -> State:
-    """The state dict of timm's ViT. Raises UserError for a model that it cannot hold."""
-    holds = {"layer_scale", "registers", "qk_norm", "pool_norm", "swiglu", "embedding_norm"}
-    pools: tuple[Pool, ...] = ("token", "gap", "map", "mean")
-    config, state = as_plain(model, "timm's ViT", pools, hybrids=True, representation=False, holds=frozenset(holds))
-    others = [config.pool == "map", config.stem is not None, config.embedding_norm]
-    if (config.swiglu and any(others)) or all(others[1:]):
-        raise UserError(
-            "timm has no ViT with two of SwiGLU, a ResNet stem and a norm before the blocks, nor SwiGLU and attention"
-            " pooling; format = safetensors can hold it."
-        )
-    if config.swiglu and config.layer_scale is None:  # timm's model with it has this too
-        config = replace(config, layer_scale=1.0)
-        layers = [f"blocks.{i}.{part}" for i in range(config.depth) for part in ("attention.out", "mlp.down")]
-        state |= {f"{layer}.scale": torch.ones(config.width) for layer in layers}
-    if config.embedding_norm:
-        move_patch_bias(state, config.num_patches)
+    holds = frozenset({"layer_scale", "registers", "qk_norm", "pool_norm"})
+    config, state = as_plain(model, "timm's ViT", ("token", "gap", "map", "mean"), holds=holds)
     tensors = write_model(state, config, NAMES["timm"])
     # timm adds none to the class token of such a model
     if config.registers and config.has_class_token:
         positions = tensors["pos_embed"]
         tensors |= {"cls_token": tensors["cls_token"] + positions[:, :1], "pos_embed": positions[:, 1:].clone()}
-    return tensors
-
-
-def timm_architecture(config: Config) -> tuple[str, Plain]:
-    """(name of a timm model, arguments that change it to this model). Raises UserError if timm has none."""
-    if isinstance(config, ResNetConfig):
-        layers = next((layers for layers, units in RESNET_UNITS.items() if units == config.units), 0)
-        if (name := f"{layers}x{config.width / 64:g}") not in TABLES["timm"]["bits"]:
-            known = ", ".join(TABLES["timm"]["bits"])
-            raise UserError(f"timm has no BiT of units {config.units} and width {config.width}; it has {known}.")
-        return f"resnetv2_{name}_bit", {}
-    D, M = config.width, (2 if config.swiglu else 1) * config.mlp_width
-    args: Plain = {
+    args = {
         "img_size": list(config.image_size),
         "patch_size": config.patch_size,
-        "embed_dim": D,
+        "embed_dim": config.width,
         "depth": config.depth,
         "num_heads": config.num_heads,
-        "mlp_ratio": M / D if int(D * (M / D)) == M else (M + 0.5) / D,
-        # With 0, timm's ViT has no LayerScale.
-        "init_values": None if config.layer_scale is None else config.layer_scale or 1.0,
+        "mlp_ratio": (config.mlp_width + 0.5) / config.width,  # timm rounds the product with the width down
+        "init_values": config.layer_scale,
         "reg_tokens": config.registers,
         "no_embed_class": config.registers > 0,
         "qk_norm": config.qk_norm,
         "class_token": config.has_class_token,
         "global_pool": {"gap": "avg", "mean": "avg"}.get(config.pool, config.pool),
         "fc_norm": config.pool_norm,
+        "act_layer": {"erf": "gelu", "tanh": "gelu_tanh", "quick": "quick_gelu"}[config.gelu],
     }
-    if not config.swiglu:
-        args["act_layer"] = {"erf": "gelu", "tanh": "gelu_tanh", "quick": "quick_gelu"}[config.gelu]
-    if config.stem is not None:
-        if (units := ",".join(map(str, config.stem))) not in (hybrids := TABLES["timm"]["hybrids"]):
-            raise UserError(f"timm has no hybrid whose ResNet has units {units}; format = safetensors can hold it.")
-        return hybrids[units], args
-    if config.swiglu:
-        return "vit_giant_patch14_dinov2", args
-    if config.embedding_norm:
-        return "vit_base_patch16_clip_224", args  # which has such a norm
-    size = next((name for name, variant in VARIANTS.items() if variant[:3] == (D, config.depth, M)), "B")
-    # any name will do: the arguments override it
-    return TABLES["timm"]["names"].get(f"{size}/{config.patch_size}", "vit_base_patch16_224"), args
+    found = {
+        "architecture": "vit_base_patch16_224",  # any ViT: the arguments override it
+        "num_classes": config.num_classes,
+        "num_features": config.width,
+        "model_args": args,
+        "pretrained_cfg": {
+            **preprocessing.to_timm(view, config.image_size),
+            "num_classes": config.num_classes,
+            "custom_load": False,
+        },
+    }
+    return tensors, {**found, **({"label_names": classes} if classes else {})}
