@@ -24,7 +24,7 @@ from pipeline.base.words import counted
 from pipeline.evaluate.architecture import name_of
 from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, Weights, files
 from pipeline.model.convert.mae import to_huggingface
-from pipeline.model.convert.preprocessing import written_crop, written_filter
+from pipeline.model.convert.preprocessing import written_filter
 from pipeline.model.weights import TARGET_SCALE, TARGETS
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.objectives import mae
@@ -123,13 +123,11 @@ def _notes(form: str, model: Model | Mae, extra: dict[str, Any]) -> Iterator[str
         return
     config = model.config
     if extra.get("loss") == "regression":
-        if form not in (*_AS_IT_IS, "huggingface"):
+        if form not in _AS_IT_IS:
             targets = ", ".join(extra.get(TARGETS, []))
             yield f"it has no place for names of numbers: outputs are {targets}, in this order and in their own units"
     elif config.num_classes and not extra.get("classes"):
         yield f"the weights have no class names: outputs are 0 to {config.num_classes - 1:,} in the order of their head"
-    if form == "huggingface":
-        yield written_crop(view, config.image_size)
     if form not in _AS_IT_IS and isinstance(config, ViTConfig) and "sincos2d" in config.positions:
         size = "{} x {}".format(*config.image_size)
         yield (
@@ -149,7 +147,7 @@ def _notes(form: str, model: Model | Mae, extra: dict[str, Any]) -> Iterator[str
 
 
 def _write(model: Model, form: str, path: Path, extra: dict[str, Any]) -> None:
-    classes = extra.get("classes") or extra.get(TARGETS) if model.config.num_classes else None
+    classes = extra.get("classes") if model.config.num_classes else None
     view = extra.get("preprocessing", {})
     if form == "safetensors":
         models.save(model, path, extra)

@@ -271,7 +271,7 @@ def test_weights_of_hugging_face_in_bf16_are_compared_in_fp32(weights, tmp_path,
             "differs from ours .*Not written",
         ),
         ({"name": "BiT-R50x1", "units": (1,), "width": 32}, "onnx", "a.onnx", "max pooling"),
-        ({"size": (16, 24), "registers": 2, "classes": 0}, "huggingface", "hf", "cannot hold images of 16 x 24 px"),
+        ({"size": (16, 24)}, "huggingface", "hf", "cannot hold images of 16 x 24 px"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path, changes, form, out, message):

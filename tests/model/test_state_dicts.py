@@ -131,13 +131,7 @@ def test_preprocessing_goes_out_and_comes_back(crop):
     """timm divides 384 by crop_pct = 384 / 450 and rounds down to 449."""
     view = {"image_size": 384, "resize_filter": "bicubic", **crop}
     assert images_of.from_timm(images_of.to_timm(view, (384, 384))).view == view
-    assert images_of.from_huggingface(images_of.to_huggingface(view, (384, 384))).view == view
-    tall = images_of.to_huggingface(view, (512, 384))
-    assert images_of.from_huggingface(tall).view == view
-    # The frame has the aspect of the crop: a square of 450 would not cover it, and transformers fills the rest with
-    # black.
-    if crop["eval_crop"] == "resize_center":
-        assert tall["size"] == {"height": 600, "width": 450}
+    assert images_of.from_huggingface(images_of.to_huggingface(view, 384)).view == view
 
 
 @pytest.mark.parametrize("crop", ["resize", "center", "resize_center"])

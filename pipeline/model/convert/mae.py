@@ -112,7 +112,7 @@ def to_huggingface(
         "norm_pix_loss": facts.normalise,
     }
     images = {"image_mean": list(facts.mean), "image_std": list(facts.std)}
-    return tensors, found, preprocessing.to_huggingface(view, config.image_size) | images
+    return tensors, found, preprocessing.to_huggingface(view, config.image_size[0]) | images
 
 
 def fold_pixels(decoder: Tensors, facts: DecoderFacts, mean: PerChannel, std: PerChannel) -> State:

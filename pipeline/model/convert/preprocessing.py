@@ -129,9 +129,9 @@ def from_open_clip(cfg: Json) -> Preprocessing:
     return Preprocessing(view, get("mean", PerChannel, CLIP_MEAN), get("std", PerChannel, CLIP_STD))
 
 
-def to_huggingface(view: Json, image_size: tuple[int, int]) -> Plain:
-    """The content of preprocessor_config.json. image_size: (height, width)."""
-    height_width = {"height": image_size[0], "width": image_size[1]}
+def to_huggingface(view: Json, side: int) -> Plain:
+    """The content of preprocessor_config.json. side: of the images, in pixels."""
+    crop = {"height": side, "width": side}
     common = {
         "do_resize": True,
         "resample": 3 if view.get("resize_filter") == "bicubic" else 2,
@@ -143,13 +143,17 @@ def to_huggingface(view: Json, image_size: tuple[int, int]) -> Plain:
         "do_convert_rgb": True,
     }
     if view.get("eval_crop", "center") == "resize":
-        return {"image_processor_type": "ViTImageProcessor", "size": height_width, **common}
-    side = eval_resize(view, image_size)
-    size = {"shortest_edge": side}
-    if view.get("eval_crop") == "resize_center":
-        size = {name: round(pixels * side / min(image_size)) for name, pixels in height_width.items()}
-    crop = {"do_center_crop": True, "crop_size": height_width}
-    return {"image_processor_type": "BitImageProcessor", "size": size, **crop, **common}
+        return {"image_processor_type": "ViTImageProcessor", "size": crop, **common}
+    resize = eval_resize(view, (side, side))
+    is_square = view.get("eval_crop") == "resize_center"
+    size = {"height": resize, "width": resize} if is_square else {"shortest_edge": resize}
+    return {
+        "image_processor_type": "BitImageProcessor",
+        "size": size,
+        "do_center_crop": True,
+        "crop_size": crop,
+        **common,
+    }
 
 
 def to_timm(view: Json, image_size: tuple[int, int]) -> Plain:
@@ -181,20 +185,6 @@ def written_filter(view: Json) -> str:
     return (
         f"it resizes images by Pillow's bilinear filter, and evaluation here by resize_filter = {own}, which it does"
         " not have: its scores are those of launch/evaluate.py with resize_filter=antialias"
-    )
-
-
-def written_crop(view: Json, image_size: tuple[int, int]) -> str:
-    """Says what `to_huggingface` cannot write of a central crop that is not square; "" if it can. image_size: (height,
-    width).
-    """
-    height, width = image_size
-    if height == width or view.get("eval_crop", "center") != "center":
-        return ""
-    return (
-        f"it makes the short side of an image {eval_resize(view, image_size)} px and fills with black what is then"
-        f" missing of {height} x {width} px, where evaluation here makes the image cover it: resize images yourself, or"
-        " train with augment.eval_crop=resize"
     )
 
 

@@ -189,8 +189,7 @@ def _image_size(hint: Size | None, cell: int, layout: Layout, rows: int | None, 
 
 
 def sizes_of(config: ViTConfig) -> Plain:
-    """The fields of config.json that all families have."""
-    height, width = config.image_size
+    """The fields of config.json that all families have, whose images are square."""
     return {
         "hidden_size": config.width,
         "num_hidden_layers": config.depth,
@@ -198,7 +197,7 @@ def sizes_of(config: ViTConfig) -> Plain:
         "intermediate_size": config.mlp_width,
         "hidden_act": HIDDEN_ACTS[config.gelu],
         "layer_norm_eps": config.layer_norm_eps,
-        "image_size": height if height == width else [height, width],
+        "image_size": config.image_size[0],
         "patch_size": config.patch_size,
         "num_channels": 3,
     }
