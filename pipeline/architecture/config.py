@@ -152,7 +152,7 @@ ChannelRule = Literal["auto", "repeat", "zero", "random"]
 
 # Fields that change neither the weights nor what they compute after training, so a run may set them for weights that
 # exist.
-ONLY_TRAIN = ("dropout", "drop_path", "rope_shift", "rope_jitter", "rope_rescale")
+ONLY_TRAIN = ("dropout", "drop_path")
 # Far above every published model: a damaged file must not allocate more than these.
 _MAX_TOKENS = 2**17
 
@@ -187,9 +187,6 @@ class ViTConfig(Fields):
     swiglu: bool = False
     rope_base: float | None = None
     rope_side: int | None = None  # timm's axial RoPE, of EVA-02 and of naver-ai/rope-vit
-    rope_shift: float = 0.0
-    rope_jitter: float = 1.0
-    rope_rescale: float = 1.0
     qkv_bias: QkvBias = "qkv"
     out_bias: bool = True
     mlp_bias: bool = True
@@ -257,11 +254,6 @@ class ViTConfig(Fields):
 
     def _check_rope(self) -> None:
         if self.rope_base is None:
-            if self.changes_rope or self.rope_side is not None:
-                raise UserError(
-                    "model: rope_side, rope_shift, rope_jitter and rope_rescale change RoPE, which this model does not"
-                    " have. Set model.rope_base=100, or leave them out."
-                )
             return
         if self.axial or self.positions == "relative":
             raise UserError(
@@ -400,11 +392,6 @@ class ViTConfig(Fields):
     def num_blocks(self) -> int:
         """Number of blocks that run: `depth`, or twice that in an axial ViT."""
         return self.depth * 2 if self.axial else self.depth
-
-    @property
-    def changes_rope(self) -> bool:
-        """Whether the coordinates of RoPE change in training."""
-        return (self.rope_shift, self.rope_jitter, self.rope_rescale) != (0, 1, 1)
 
     @property
     def num_features(self) -> int:

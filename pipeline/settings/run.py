@@ -121,16 +121,6 @@ class ModelConfig(Settings):
     rope_base: float | None = setting(None, above=1)
     """Base period of rotary positions of queries and keys (RoPE), for any image size; 100 in DINOv3; null: no rotation.
     """
-    rope_side: NonNegativeInt | None = None
-    """RoPE's coordinates are the numbers of row and column, from 0, stretched to grids of this many patches a side; 0:
-    not stretched; null: from -1 to 1.
-    """
-    rope_shift: NonNegativeFloat = 0.0
-    """RoPE in training: the coordinates, from -1 to 1, are shifted by up to this, anew in each step."""
-    rope_jitter: float = setting(1.0, min=1)
-    """RoPE in training: rows and columns are stretched by factors of up to this, or 1 over it; 1: not at all."""
-    rope_rescale: float = setting(1.0, min=1)
-    """RoPE in training: both are stretched by a common factor of up to this, or 1 over it; 2 in DINOv3."""
     qkv_bias: QkvBias = "qkv"
     """Which of queries, keys and values have a bias; qv in DINOv3."""
     out_bias: bool = True

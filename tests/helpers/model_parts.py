@@ -23,13 +23,11 @@ ALL_PARTS = {
     "class_norm": True,
     "pool": "both",
 }
-# RoPE's coordinates change in training.
-CHANGES = {"rope_shift": 0.1, "rope_jitter": 1.2, "rope_rescale": 2.0}
 
 
 def overrides(**more: object) -> list[str]:
     """All parts, as settings of a run."""
-    found = ALL_PARTS | CHANGES | more
+    found = ALL_PARTS | more
     return [f"model.{name}={str(value).lower()}" for name, value in found.items()]
 
 

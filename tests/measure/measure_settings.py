@@ -43,7 +43,7 @@ _MAYBE: tuple[tuple[float, tuple[str, ...]], ...] = (
     (0.15, ("model.registers=2",)),
     (0.2, ("model.layer_scale=0.5",)),
     (0.2, ("model.swiglu=true",)),
-    (0.2, ("model.rope_base=100 model.rope_shift=0.1 model.rope_rescale=2", "model.rope_base=100")),
+    (0.2, ("model.rope_base=100",)),
     (0.1, ("model.qkv_bias=qv", "model.qkv_bias=none")),
     (0.1, ("model.qk_norm=true",)),
     (0.1, ("model.embedding_norm=true",)),

@@ -191,7 +191,7 @@ def test_importing_the_model_imports_nothing_heavy():
     [
         *({"positions": name} for name in ("learned", "learned2d", "sincos2d", "sincos2d_mae", "relative", "none")),
         {"positions": "sincos2d", "positions_at": "blocks"},
-        {"positions": "none", "rope_base": 100.0, "width": 48, "rope_shift": 0.5},
+        {"positions": "none", "rope_base": 100.0, "width": 48},
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
