@@ -147,8 +147,6 @@ QkvBias = Literal["qkv", "qv", "none"]
 Masked = Literal["mean_color", "small_patch", "pixels"]
 # How learned positions are resampled to another patch grid (pipeline/model/position.py).
 Kernel = Literal["zoom", "bicubic", "bicubic_antialias"]
-# How weights of 8-bit RGB begin on images of other channels (pipeline/model/channels.py).
-ChannelRule = Literal["auto", "repeat", "zero", "random"]
 
 # Fields that change neither the weights nor what they compute after training, so a run may set them for weights that
 # exist.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.architecture.config import ONLY_TRAIN, ChannelRule, Config, ViTConfig
+from pipeline.architecture.config import ONLY_TRAIN, Config, ViTConfig
 from pipeline.architecture.pixels import ANY_TYPE, Pixels
 from pipeline.architecture.variants import ImageSize, as_pair, config_from_dict
 from pipeline.base import json_record
@@ -233,7 +233,7 @@ def load(
     if not old.pixels.is_measured:
         say(f"no file describes its channels: read as those of the data set, {config.pixels}")
     elif old.pixels.is_rgb8 and not config.pixels.is_rgb8:
-        state, note = with_channels(state, old, config, changes.get("channels", "auto"), seed)
+        state, note = with_channels(state, old, config)
         say(note)
     model = build(config, seed)
     new = model.state_dict()
@@ -261,7 +261,6 @@ def adapted(
     mean_pool: bool = False,
     attentive_pool: bool = False,
     pixels: Pixels | None = None,
-    channels: ChannelRule = "auto",
     **training: Any,
 ) -> Config:
     """The configuration of the model that `load` builds from weights. old, path: of these.
@@ -275,9 +274,8 @@ def adapted(
     last one
         (MAE's fine-tuning); a class token is kept, and not read.
     attentive_pool: with a new head, it reads a new attention pool of all tokens after the last LayerNorm.
-    pixels: of the images to read, None for those of the weights. Weights of 8-bit RGB begin on others as `channels`
-    says
-        (`channels.with_channels`); other weights read images of their own channels and type only, by their own range.
+    pixels: of the images to read, None for those of the weights. Weights of 8-bit RGB begin on others by
+        `channels.with_channels`; other weights read images of their own channels and type only, by their own range.
         Those of another project that do not describe their channels take these pixels, if they are as many.
     training: fields that act in training only (`ONLY_TRAIN` of architecture/config.py), such as dropout and drop_path;
     a ResNet has none.

@@ -228,7 +228,6 @@ class Objective(nn.Module):
             "mean_pool": config.init.mean_pool,
             "attentive_pool": config.init.attentive_pool,
             "pixels": pixels,
-            "channels": config.init.channels,
             **config.model.for_weights(),
         }
 

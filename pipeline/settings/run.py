@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from pipeline.architecture.config import ONLY_TRAIN, ChannelRule, Gelu, Pool, Positions, QkvBias
+from pipeline.architecture.config import ONLY_TRAIN, Gelu, Pool, Positions, QkvBias
 from pipeline.architecture.objectives import OBJECTIVES, Labels
 from pipeline.architecture.variants import implied
 from pipeline.base.errors import UserError
@@ -696,11 +696,6 @@ class InitConfig(Settings):
     """
     attentive_pool: bool = setting(False, needs="weights")
     """With a new head: it reads a new attention pool of all tokens. With train.freeze=encoder, an attentive probe."""
-    channels: ChannelRule = setting("auto", needs="weights")
-    """How the first layer of 8-bit RGB weights reads other channels: those named red, green or blue keep theirs, others
-    get the mean, times 3/C, and one channel the sum (auto); red, green, blue in turn, times 3/C (repeat); named ones
-    keep theirs and others begin at 0 (zero) or new (random).
-    """
 
 
 class TrackConfig(Settings):

@@ -66,36 +66,26 @@ def test_weights_of_rgb_see_the_same_picture_in_the_same_channels() -> None:
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (deeper.mean, deeper.std))
     new = replace(model.config, pixels=deeper)
     found = build(new).eval()
-    found.load_state_dict(with_channels(model.state_dict(), model.config, new, "auto", 0)[0])
+    found.load_state_dict(with_channels(model.state_dict(), model.config, new)[0])
     assert torch.allclose(found((share - mean) / std), model(2 * share - 1), atol=1e-5)
 
     grey = replace(model.config, pixels=CT)
     found = build(grey).eval()
-    found.load_state_dict(with_channels(model.state_dict(), model.config, grey, "auto", 0)[0])
+    found.load_state_dict(with_channels(model.state_dict(), model.config, grey)[0])
     one = share[:, :1]
     assert torch.allclose(found((one - CT.mean[0]) / CT.std[0]), model(2 * one.expand(-1, 3, -1, -1) - 1), atol=1e-5)
 
 
-def test_each_rule_for_channels(tmp_path: Path) -> None:
+def test_kernels_of_named_channels_are_kept(tmp_path: Path) -> None:
     model = create("ViT-mu/4", 16, 5)
     save(model, tmp_path / "rgb.pt")
     rgb = model.patch_embedding.weight.detach()
-    kernels = {
-        rule: load(tmp_path / "rgb.pt", pixels=BANDS, channels=rule).patch_embedding.weight.detach()
-        for rule in ("auto", "repeat", "zero", "random")
-    }
-    mean = rgb.mean(1)
+    found = load(tmp_path / "rgb.pt", pixels=BANDS).patch_embedding.weight.detach()
     named = {1: rgb[:, 0], 2: rgb[:, 1], 3: rgb[:, 2]}
     for place in range(5):
-        assert torch.allclose(kernels["auto"][:, place], named.get(place, mean) * 3 / 5, atol=1e-7)
-        assert torch.allclose(kernels["repeat"][:, place], rgb[:, place % 3] * 3 / 5, atol=1e-7)
-        assert torch.equal(kernels["zero"][:, place], named.get(place, torch.zeros_like(mean)))
-        assert place not in named or torch.equal(kernels["random"][:, place], named[place])
-    assert kernels["random"][:, [0, 4]].std() == pytest.approx((5 * 16) ** -0.5, rel=0.1)
+        assert torch.allclose(found[:, place], named.get(place, rgb.mean(1)) * 3 / 5, atol=1e-7)
     one = load(tmp_path / "rgb.pt", pixels=Pixels.full_range(("red",), "uint16")).patch_embedding.weight.detach()
     assert torch.allclose(rgb.sum(1, keepdim=True), one, atol=1e-6)
-    with pytest.raises(UserError, match=r"init\.channels"):
-        load(tmp_path / "rgb.pt", pixels=CT, channels="zero")
 
 
 @pytest.mark.parametrize("name", MODELS[1:])
