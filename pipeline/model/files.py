@@ -48,7 +48,7 @@ def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
     """The weights file of a file, a checkpoint folder, a run folder or that of its checkpoints, or a folder of Hugging
     Face or timm.
 
-    The last may also be in the cache of Hugging Face's tools: OWNER/NAME, unless that is a path, or hf://OWNER/NAME.
+    The last may also be in the cache of Hugging Face's tools: OWNER/NAME, unless that is a path.
     For weights in several files it is their index. Of a run it is that of the newest checkpoint; say: called with a
     line for each newer one that is damaged. Raises UserError if there is none.
     """
