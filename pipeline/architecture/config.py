@@ -191,7 +191,6 @@ class ViTConfig(Fields):
     embedding_norm: bool = False
     qk_norm: bool = False
     pool_norm: bool = False
-    class_norm: bool = False
     small_stem: tuple[int, ...] | None = None
     pixels: Pixels = RGB8  # what the values of its images mean; from the data set of its training
 
@@ -210,7 +209,7 @@ class ViTConfig(Fields):
         self._check_positions()
         self._check_registers()
         self._check_rope()
-        self._check_norms()
+        self._check_pool_norm()
         if self.axial and self.has_class_token:
             raise UserError("model: a class token has no row and no column to attend along. Use pool=gap or pool=map.")
         if self.masked or self.has_stem or min(self.image_size) < self.patch_size:
@@ -265,16 +264,11 @@ class ViTConfig(Fields):
                 f" {self.head_dim}."
             )
 
-    def _check_norms(self) -> None:
-        if self.pool_norm and (self.pool not in ("mean", "gap") or self.class_norm or self.masked):
+    def _check_pool_norm(self) -> None:
+        if self.pool_norm and (self.pool not in ("mean", "gap") or self.masked):
             raise UserError(
-                "model: pool_norm normalises the mean of the patches. Use it with pool=mean or pool=gap, and neither"
-                " class_norm nor masked patch prediction."
-            )
-        if self.class_norm and not self.has_class_token:
-            raise UserError(
-                f"model: class_norm normalises a class token, and pool = {self.pool} has none. Use pool=token, mean,"
-                " both or attentive."
+                "model: pool_norm normalises the mean of the patches. Use it with pool=mean or pool=gap, and without"
+                " masked patch prediction."
             )
 
     def _check_positions(self) -> None:

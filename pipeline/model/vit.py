@@ -265,7 +265,6 @@ class VisionTransformer(ImageModel):
         self.blocks = nn.ModuleList(Block(config, self.new_attention(i), rate) for i, rate in enumerate(rates))
         self.norm = layer_norm(config)
         self.pool = AttentionPooling(config) if config.pools_by_attention else None
-        self.class_norm = layer_norm(config) if config.class_norm else None
         pooled = replace(config, representation=False).num_features
         self.representation = Dense(pooled, config.width) if config.representation else None
         self.head = Dense(config.num_features, config.num_classes) if config.num_classes else nn.Identity()
@@ -371,10 +370,7 @@ class VisionTransformer(ImageModel):
             if i > 0:
                 x = self.add_positions(x, block=i, grid=grid)
             x = run_block(block, x, self.activation_checkpointing, rotation)
-        if self.class_norm is None:
-            return x if self.config.pool_norm else self.norm(x)
-        first = 1 + self.config.registers
-        return torch.cat([self.class_norm(x[:, :first]), self.norm(x[:, first:])], dim=1)
+        return x if self.config.pool_norm else self.norm(x)
 
     def rotation(self, device: torch.device, grid: Size | None = None) -> Rotation | None:
         """RoPE's rotation of all tokens of an image; None without RoPE."""

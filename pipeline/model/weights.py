@@ -316,7 +316,7 @@ def adapted(
         name = "mean_pool" if mean_pool else "attentive_pool"
         raise UserError(f"{path}: {name} needs a new head, and weights without attention pooling.")
     if mean_pool:
-        changes |= {"pool": "mean" if config.has_class_token else "gap", "pool_norm": True, "class_norm": False}
+        changes |= {"pool": "mean" if config.has_class_token else "gap", "pool_norm": True}
     if attentive_pool:
         if config.pool_norm:
             raise UserError(

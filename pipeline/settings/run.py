@@ -133,8 +133,6 @@ class ModelConfig(Settings):
     """LayerNorm of each head's queries and keys (ViT-22B)."""
     pool_norm: bool = False
     """The final LayerNorm is of the mean of the patches, not of the tokens (pool=mean or gap), as MAE fine-tunes."""
-    class_norm: bool = False
-    """A final LayerNorm of its own for class token and registers, as in DINOv3 7B."""
     small_stem: list[int] | None = None
     """Hybrid for small images, as [32,64,128]: a 3 x 3 convolution, then a residual unit of two for each number of
     channels; where these grow, the map is halved. The patch side of model.name counts its cells (ViT-Ti/1).

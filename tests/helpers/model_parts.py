@@ -20,7 +20,6 @@ ALL_PARTS = {
     "mlp_bias": False,
     "embedding_norm": True,
     "qk_norm": True,
-    "class_norm": True,
     "pool": "both",
 }
 

@@ -79,8 +79,8 @@ def test_another_host_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("loss", "more", "said"),
     [
-        ("softmax", ["model.pool_norm=true", "model.class_norm=true"], "pool_norm"),
-        ("mae", ["model.pool_norm=true", "model.class_norm=true"], "pool_norm"),
+        ("softmax", ["model.pool_norm=true"], "pool_norm"),
+        ("mae", ["model.pool_norm=true"], "pool_norm"),
         ("dino", ["objective.local_size=8", "optimizer.ema_decay=0.9"], "leave out optimizer.ema_decay"),
     ],
     ids=["softmax", "mae", "teacher"],

@@ -93,7 +93,6 @@ def find_config(tensors: Tensors, names: Names, told: Plain, without_table: Posi
         "embedding_norm": has("embedding_norm"),
         "qk_norm": has("blocks.*.attention.query_norm"),
         "pool_norm": pool_norm,
-        "class_norm": has("class_norm"),
     }
     return ViTConfig(**told | found)
 
