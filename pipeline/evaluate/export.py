@@ -80,7 +80,7 @@ def run(config: ExportConfig) -> LogitDifference:
             path,
             image_size=config.image_size,
             num_classes=None if config.head else 0,
-            representation=None if config.head or not isinstance(trained, ViTConfig) else False,
+            representation=config.head,
             content=content,
             say=print,
         )
