@@ -272,10 +272,6 @@ class ViTConfig(Fields):
             )
 
     def _check_positions(self) -> None:
-        if self.positions in ("relative", "none") and self.positions_at != "stem":
-            raise UserError(
-                f"model: positions = {self.positions} adds nothing to the tokens. Leave positions_at at stem."
-            )
         parts = {"learned2d": 2, "sincos2d": 4, "sincos2d_mae": 4}.get(self.positions, 1)
         if self.width % parts:
             raise UserError(

@@ -44,7 +44,7 @@ def read_npz(path: StrPath) -> Weights:
 
 
 def _from_arrays(arrays: Mapping[str, np.ndarray]) -> Weights:
-    tensors, notes = _with_known_names({key: _tensor(key, array) for key, array in arrays.items()})
+    tensors, notes = _with_known_names({key: _tensor(array) for key, array in arrays.items()})
     if is_bit(tensors):
         notes.append("BiT's files do not tell the image size: taken as 224")
         bit, names = find_bit(tensors, (224, 224))
@@ -91,9 +91,7 @@ def _layout(tensors: State) -> str:
     return "linen" if TABLE in tensors else "big_vision"
 
 
-def _tensor(key: str, array: np.ndarray) -> Tensor:
+def _tensor(array: np.ndarray) -> Tensor:
     if array.dtype == np.dtype("V2"):  # bfloat16, which numpy does not have
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-    if array.dtype.kind not in "fiu" or array.dtype.itemsize > 8:
-        raise UserError(f'"{key}" should hold floats, but holds {array.dtype}.')
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))

@@ -143,8 +143,6 @@ def shape_of(tensors: Tensors, layout: Layout, name: str, num_axes: int) -> tupl
     shape = found = tuple(tensors[key].shape)
     if len(found) != num_axes:
         raise UserError(f'"{key}" should have {num_axes} axes, but is {found}.')
-    if 0 in found and name != "positions":
-        raise UserError(f'"{key}" {found} is empty.')
     if layout.flax and name.endswith("weight"):
         shape = (found[3], found[2], *found[:2]) if len(found) == 4 else found[::-1]
     return shape

@@ -5,9 +5,8 @@ Their defaults: erf GELU, LayerNorm eps 1e-6.
 
 import math
 import re
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -54,17 +53,18 @@ _LEFT_OUT = ("fc.", "local_cls_norm.")
 
 
 class _Rope(NamedTuple):
-    """How a model of timm rotates: by default two neighbouring channels at a time."""
+    """How a model of timm rotates: two neighbouring channels at a time, but DINOv3 two that are half a head apart, as
+    ours.
+    """
 
     base: float
     side: int | None  # rope_side; None is DINOv3's
     has_x_first: bool = False
-    is_half: bool = False  # channels half a head apart are rotated together, as ours and DINOv3's
 
 
 # What is in the names of timm's models with it; the last are naver-ai/rope-vit's.
 _ROPES = {
-    "dinov3|lingbot": _Rope(100.0, None, is_half=True),
+    "dinov3|lingbot": _Rope(100.0, None),
     r"^eva02_|_rope_reg\d": _Rope(10000.0, 16),
     r"_rope_(ape_)?\d": _Rope(100.0, 0, True),
 }
@@ -107,7 +107,10 @@ def from_timm(tensors: State, config: Json, notes: list[str]) -> Weights:
     for parts, joined in _JOINED.items():
         join(tensors, parts, joined)
     tensors.pop("rope_embed.periods", None)  # of the base 100 in all of DINOv3's models
-    rope = _rope_of(name, args)
+    rope = next((rope for pattern, rope in _ROPES.items() if re.search(pattern, name)), None)
+    changed = [key for key in get("model_args", dict, {}) if key.startswith(("rope_", "ref_feat_"))]
+    if rope is not None and changed:
+        raise UserError(f"its model_args change the rotation ({changed[0][:100]}), which is not supported.")
 
     pools = args("global_pool", str), get("global_pool", str)
     pool = pools[0] or pools[1] or "token"
@@ -142,27 +145,9 @@ def from_timm(tensors: State, config: Json, notes: list[str]) -> Weights:
     }
     without_table: Positions | None = "none" if rope or args("pos_embed", str) in ("none", "") else None
     weights = read_vit(tensors, NAMES["timm"], told, images, extra, notes, without_table)
-    if rope is not None and not (rope.is_half and not rope.has_x_first):
+    if rope is not None and rope.side is not None:
         _exchange_channels(weights.state, weights.config, rope)
     return weights
-
-
-def _rope_of(name: str, args: Callable[..., Any]) -> _Rope | None:
-    """The rotation of timm's model of this name, with these arguments; None if it has none."""
-    rope = next((rope for pattern, rope in _ROPES.items() if re.search(pattern, name)), None)
-    if rope is None:
-        return None
-    sides, kind = pair("model_args.ref_feat_shape", args("ref_feat_shape", int | list[int])), args("rope_type", str)
-    if kind not in (None, "cat", "dinov3") or (sides is not None and sides[0] != sides[1]):
-        raise UserError(f"its rotation is of the type {kind or 'cat'}, on a grid of {sides}, which is not supported.")
-    side = sides[0] if sides else 0 if kind and rope.side is None else rope.side
-    grid = args("rope_grid_indexing", str)
-    return _Rope(
-        args("rope_temperature", float, rope.base),
-        None if kind == "dinov3" else side,
-        grid == "xy" if grid else rope.has_x_first,
-        args("rope_rotate_half", bool, rope.is_half),
-    )
 
 
 def _exchange_channels(state: State, config: Config, rope: _Rope) -> None:
@@ -172,7 +157,7 @@ def _exchange_channels(state: State, config: Config, rope: _Rope) -> None:
     """
     assert isinstance(config, ViTConfig)
     pairs = torch.arange(config.head_dim // 2).roll(config.head_dim // 4 if rope.has_x_first else 0)
-    head = torch.cat([pairs, pairs + config.head_dim // 2] if rope.is_half else [2 * pairs, 2 * pairs + 1])
+    head = torch.cat([2 * pairs, 2 * pairs + 1])
     rows = (torch.arange(0, config.width, config.head_dim)[:, None] + head).flatten()
     for name, tensor in state.items():
         if name.endswith((".query_norm.weight", ".query_norm.bias", ".key_norm.weight", ".key_norm.bias")):
@@ -190,12 +175,12 @@ def _place_positions(tensors: State, size: Size | None, notes: list[str]) -> Non
     Patches are those of the image size; without one, a class token has no row if the number of rows is a square.
     """
     table, registers, kernel = (tensors.get(key) for key in ("pos_embed", "reg_token", "patch_embed.proj.weight"))
-    if table is None or kernel is None or table.ndim != 3 or kernel.ndim != 4 or not kernel.numel():
+    if table is None or kernel is None or table.ndim != 3:
         return
     side = kernel.shape[-1] * stem_reduction(find_stem(tensors, NAMES["timm"]))
     has_token = int("cls_token" in tensors)
     patches = None if size is None else math.prod(pixels // side for pixels in size)
-    extra = registers.shape[1] if registers is not None and registers.ndim == 3 else 0
+    extra = 0 if registers is None else registers.shape[1]
     if patches and extra and table.shape[1] == has_token + extra + patches:
         token, own, rest = table.split([has_token, extra, patches], dim=1)
         table = torch.cat([token, rest], dim=1)
