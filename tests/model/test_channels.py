@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.architecture.variants import config_from_dict, configure
@@ -15,7 +14,6 @@ from pipeline.base.errors import UserError
 from pipeline.model import (
     build,
     create,
-    forward_macs,
     load,
     num_parameters,
     save,
@@ -42,13 +40,8 @@ def test_a_model_of_any_channels_is_built_counted_saved_and_read(name: str, pixe
     assert config_from_dict(config.to_dict()) == config
     model = build(config).eval()
     images = torch.randn(2, pixels.num_channels, *config.image_size)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    with torch.no_grad():
         features = model.features(images)
-    rgb = config_of(name, RGB8)
-    first = forward_macs(config) - forward_macs(rgb)  # The first layer alone reads channels.
-    with FlopCounterMode(display=False) as counter_of_rgb, torch.no_grad():
-        build(rgb).eval().features(torch.randn(2, 3, *config.image_size))
-    assert counter.get_total_flops() - counter_of_rgb.get_total_flops() == 2 * 2 * first
     assert num_parameters(config) == sum(p.numel() for p in model.parameters())
     save(model, tmp_path / "a.safetensors")
     again = load(tmp_path / "a.safetensors").eval()

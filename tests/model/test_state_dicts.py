@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import json
-import re
 import zipfile
 
 import numpy as np
@@ -352,30 +351,18 @@ def test_positions_of_another_size_are_transformers(tmp_path, transformers, kind
     assert difference(tmp_path / "ours.safetensors") < 1e-5
 
 
-def test_the_kernel_is_that_of_the_project_whose_names_a_file_has(tmp_path, timm_weights, dinov2):
-    def kernel(tensors):
-        return read_weights(folder(tmp_path, tensors, TIMM_CONFIG))[0].kernel
-
-    published = original_names(dinov2.state_dict())
-    assert "mask_token" in published
-    assert kernel(timm_weights) == "bicubic_antialias"
-    assert kernel(published) == "bicubic"
-    timms = {key: tensor for key, tensor in published.items() if key != "mask_token"}
-    assert kernel(timms) == "bicubic_antialias"
-    deit = {re.sub(r"ls(\d).gamma", r"gamma_\1", key): tensor for key, tensor in timms.items()}
-    assert kernel(deit) == "bicubic"
-    # DINOv2's models with registers resample with antialiasing.
-    size = {"pos_embed": published["pos_embed"], "register_tokens": torch.zeros(1, 3, D)}
-    assert kernel(published | size) == "bicubic_antialias"
-
-
-@torch.no_grad()
-def test_the_pooler_is_the_representation_layer(tmp_path, transformers):
-    theirs = randomised(transformers.ViTModel(hf_config(transformers)))
-    theirs.save_pretrained(tmp_path)
-    ours, x = load(tmp_path).eval(), torch.rand(2, 3, 16, 16)
-    assert (ours.config.num_classes, ours.config.representation) == (0, True)
-    assert (theirs(x).pooler_output - ours(x)).abs().max() < 5e-6
+def test_the_kernel_is_that_of_the_project_whose_names_a_file_has(tmp_path, timm_weights):
+    """DINOv2 and DeiT III as published resample without antialiasing, but for DINOv2 with registers."""
+    mask, registers = {"mask_token": torch.zeros(1, D)}, {"register_tokens": torch.zeros(1, 3, D)}
+    of_deit = {f"blocks.{i}.gamma_{j}": torch.ones(D) for i in (0, 1) for j in (1, 2)}
+    for added, kernel in (
+        ({}, "bicubic_antialias"),
+        (mask, "bicubic"),
+        (of_deit, "bicubic"),
+        (mask | registers, "bicubic_antialias"),
+    ):
+        path = folder(tmp_path, timm_weights | added, TIMM_CONFIG)
+        assert read_weights(path).config.kernel == kernel
 
 
 @torch.no_grad()
@@ -450,42 +437,6 @@ def test_the_mean_of_a_processor_is_folded_in(tmp_path, transformers):
 # ---------------------------------------------------------------------- DINOv2
 
 
-@pytest.fixture(scope="module")
-def dinov2(transformers):
-    return randomised(transformers.Dinov2Model(hf_config(transformers, "Dinov2")))
-
-
-def original_names(tensors):
-    """The names in facebookresearch/dinov2's files, which are timm's."""
-    renamed = {}
-    for key, tensor in tensors.items():
-        name = key.replace("embeddings.", "", 1).replace("position_embeddings", "pos_embed")
-        name = name.replace("patch_embeddings.projection", "patch_embed.proj").replace("encoder.layer.", "blocks.")
-        name = name.replace("attention.o_proj", "attn.proj").replace("layernorm", "norm")
-        name = name.replace("layer_scale1.lambda1", "ls1.gamma").replace("layer_scale2.lambda1", "ls2.gamma")
-        renamed[name] = tensor
-    for i in range(2):
-        for part in ("weight", "bias"):
-            qkv = [renamed.pop(f"blocks.{i}.attention.{p}_proj.{part}") for p in "qkv"]
-            renamed[f"blocks.{i}.attn.qkv.{part}"] = torch.cat(qkv)
-    return renamed
-
-
-@torch.no_grad()
-def test_dinov2_computes_what_transformers_does(tmp_path, dinov2, images):
-    dinov2.save_pretrained(tmp_path / "hf")
-    halves = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "size": {"height": 16, "width": 16}}
-    (tmp_path / "hf" / "preprocessor_config.json").write_text(json.dumps(halves))
-    expected = dinov2(torch.from_numpy(images).float().permute(0, 3, 1, 2)).last_hidden_state[:, 0]
-    difference = (run(load(tmp_path / "hf"), images) - expected).abs().max()
-    assert difference < 2e-6 * expected.abs().max()
-    ours = load(tmp_path / "hf")
-    assert ours.config.layer_scale == 1.0
-
-    original = folder(tmp_path / "original", original_names(dinov2.state_dict()), TIMM_CONFIG, name="pytorch_model.bin")
-    assert (run(load(original), images) - expected).abs().max() < 2e-6 * expected.abs().max()
-
-
 def test_a_lone_dinov2_is_taken_to_read_imagenets_statistics(tmp_path):
     model = random_model(gelu="erf", classes=0)
     tensors, _ = to_timm(model, None, {})
@@ -525,12 +476,5 @@ def test_dinov2s_classifier_reads_the_class_token_and_the_mean_of_patches(tmp_pa
 
 
 def test_a_model_of_another_kind_is_named(tmp_path, timm_weights):
-    for config, message in (
-        ({"model_type": "swin"}, "swin"),
-        ({"model_type": 3}, "model_type"),
-    ):
-        with pytest.raises(UserError, match=message):
-            load(folder(tmp_path, timm_weights, config))
-    tensors = timm_weights | {"blocks.0.attn.odd": torch.zeros(4)}
-    with pytest.raises(UserError, match=r'"blocks.0.attn.odd"'):
-        load(folder(tmp_path, tensors, {**TIMM_CONFIG, "architecture": "vitamin_base"}))
+    with pytest.raises(UserError, match="swin"):
+        load(folder(tmp_path, timm_weights, {"model_type": "swin"}))
