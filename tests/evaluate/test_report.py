@@ -442,7 +442,7 @@ def test_checkpoints_of_two_runs_have_folders_of_their_own(tmp_path: Path, monke
     assert folder("disk/a/step-00001000") == "runs/evaluate/a-step-00001000-photos-val"
     assert folder("disk/dinov2/pytorch_model.bin") == folder("disk/dinov2") == "runs/evaluate/dinov2-photos-val"
     for name in ("vit_base_patch16_224.augreg_in1k", "vit_base_patch16_224.augreg_in21k"):
-        assert folder(f"timm/{name}") == folder(f"hf://timm/{name}") == f"runs/evaluate/{name}-photos-val"
+        assert folder(f"timm/{name}") == f"runs/evaluate/{name}-photos-val"
 
 
 def test_weights_of_one_name_do_not_replace_each_others_results(
