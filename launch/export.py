@@ -1,7 +1,7 @@
 """Command: convert weights to another format, and compare the logits of both. See `pipeline/evaluate/export.py`.
 
-Convert weights to the format of timm, Hugging Face's transformers, the official .npz or ONNX, or from
-these to our .safetensors. If the other library is installed, it reads the result, and both models compute logits
+Convert weights to the format of timm, Hugging Face's transformers or ONNX, or those of other projects
+to our .safetensors. If the other library is installed, it reads the result, and both models compute logits
 of the same images; if these differ by more than a tolerance, the result is deleted.
 
   python launch/export.py weights=runs/vit_b16 format=huggingface out=exports/vit_b16

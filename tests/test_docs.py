@@ -12,6 +12,7 @@ import pytest
 import torch
 from browser import open_browser
 from cluster import readme_commands
+from model_parts import official
 from raw_images import noise
 from tiny import make_dataset
 
@@ -85,7 +86,7 @@ def test_the_code_of_the_page_from_python_runs(tmp_path: Path, monkeypatch: pyte
         model, file = models.create("ViT-mu/32", 224, 2), tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.suffix == ".npz":
-            np.savez(file, **models.to_npz(model))
+            np.savez(file, **official(model))
         else:
             models.save(model, file, {"classes": ["cat", "dog"]})
     make_dataset(tmp_path / "datasets/photos", {"train": 40})

@@ -147,12 +147,10 @@ QkvBias = Literal["qkv", "qv", "none"]
 Masked = Literal["mean_color", "small_patch", "pixels"]
 # How learned positions are resampled to another patch grid (pipeline/model/position.py).
 Kernel = Literal["zoom", "bicubic", "bicubic_antialias"]
-# How weights of 8-bit RGB begin on images of other channels (pipeline/model/channels.py).
-ChannelRule = Literal["auto", "repeat", "zero", "random"]
 
 # Fields that change neither the weights nor what they compute after training, so a run may set them for weights that
 # exist.
-ONLY_TRAIN = ("dropout", "drop_path", "rope_shift", "rope_jitter", "rope_rescale")
+ONLY_TRAIN = ("dropout", "drop_path")
 # Far above every published model: a damaged file must not allocate more than these.
 _MAX_TOKENS = 2**17
 
@@ -187,16 +185,12 @@ class ViTConfig(Fields):
     swiglu: bool = False
     rope_base: float | None = None
     rope_side: int | None = None  # timm's axial RoPE, of EVA-02 and of naver-ai/rope-vit
-    rope_shift: float = 0.0
-    rope_jitter: float = 1.0
-    rope_rescale: float = 1.0
     qkv_bias: QkvBias = "qkv"
     out_bias: bool = True
     mlp_bias: bool = True
     embedding_norm: bool = False
     qk_norm: bool = False
     pool_norm: bool = False
-    class_norm: bool = False
     small_stem: tuple[int, ...] | None = None
     pixels: Pixels = RGB8  # what the values of its images mean; from the data set of its training
 
@@ -215,7 +209,7 @@ class ViTConfig(Fields):
         self._check_positions()
         self._check_registers()
         self._check_rope()
-        self._check_norms()
+        self._check_pool_norm()
         if self.axial and self.has_class_token:
             raise UserError("model: a class token has no row and no column to attend along. Use pool=gap or pool=map.")
         if self.masked or self.has_stem or min(self.image_size) < self.patch_size:
@@ -257,11 +251,6 @@ class ViTConfig(Fields):
 
     def _check_rope(self) -> None:
         if self.rope_base is None:
-            if self.changes_rope or self.rope_side is not None:
-                raise UserError(
-                    "model: rope_side, rope_shift, rope_jitter and rope_rescale change RoPE, which this model does not"
-                    " have. Set model.rope_base=100, or leave them out."
-                )
             return
         if self.axial or self.positions == "relative":
             raise UserError(
@@ -275,23 +264,14 @@ class ViTConfig(Fields):
                 f" {self.head_dim}."
             )
 
-    def _check_norms(self) -> None:
-        if self.pool_norm and (self.pool not in ("mean", "gap") or self.class_norm or self.masked):
+    def _check_pool_norm(self) -> None:
+        if self.pool_norm and (self.pool not in ("mean", "gap") or self.masked):
             raise UserError(
-                "model: pool_norm normalises the mean of the patches. Use it with pool=mean or pool=gap, and neither"
-                " class_norm nor masked patch prediction."
-            )
-        if self.class_norm and not self.has_class_token:
-            raise UserError(
-                f"model: class_norm normalises a class token, and pool = {self.pool} has none. Use pool=token, mean,"
-                " both or attentive."
+                "model: pool_norm normalises the mean of the patches. Use it with pool=mean or pool=gap, and without"
+                " masked patch prediction."
             )
 
     def _check_positions(self) -> None:
-        if self.positions in ("relative", "none") and self.positions_at != "stem":
-            raise UserError(
-                f"model: positions = {self.positions} adds nothing to the tokens. Leave positions_at at stem."
-            )
         parts = {"learned2d": 2, "sincos2d": 4, "sincos2d_mae": 4}.get(self.positions, 1)
         if self.width % parts:
             raise UserError(
@@ -400,11 +380,6 @@ class ViTConfig(Fields):
     def num_blocks(self) -> int:
         """Number of blocks that run: `depth`, or twice that in an axial ViT."""
         return self.depth * 2 if self.axial else self.depth
-
-    @property
-    def changes_rope(self) -> bool:
-        """Whether the coordinates of RoPE change in training."""
-        return (self.rope_shift, self.rope_jitter, self.rope_rescale) != (0, 1, 1)
 
     @property
     def num_features(self) -> int:

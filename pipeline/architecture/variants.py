@@ -104,10 +104,6 @@ def as_pair(size: ImageSize | list[int]) -> Size:
     return height, width
 
 
-# The ResNets of the BiT and ViT papers, for suggestions in errors; any width factor is accepted.
-_RESNETS = [f"BiT-R{name}" for name in ("50x1", "50x2", "50x3", "101x1", "101x3", "152x1", "152x2", "152x4", "200x3")]
-
-
 def implied(name: str) -> tuple[type[Config], dict[str, Any]]:
     """The class of the configuration, and the fields that the name implies. Raises UserError for an unknown name."""
     if name in HYBRIDS:
@@ -120,9 +116,7 @@ def implied(name: str) -> tuple[type[Config], dict[str, Any]]:
     if vit and vit[2] in VARIANTS:
         kind = {"axial": True, "pool": "gap"} if vit[1] else {}
         return ViTConfig, {**VARIANTS[vit[2]]._asdict(), "patch_size": int(vit[3]), **kind}
-    patch = re.search(r"(?<=/)\d{1,5}$", name, re.ASCII)
-    plain = [f"ViT-{variant}/{patch[0] if patch else 16}" for variant in VARIANTS]
-    known = [*plain, *(f"Axial-{one}" for one in plain if "-B/" in one), *HYBRIDS, *_RESNETS]
+    known = [*(f"ViT-{variant}/16" for variant in VARIANTS), "Axial-ViT-B/16", *HYBRIDS, "BiT-R50x1"]
     raise UserError(f"model: {quoted(name)} is an unknown model{_did_you_mean(name, known)}")
 
 

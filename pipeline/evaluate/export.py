@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from pipeline import model as models
-from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.base.files import new_output
 from pipeline.base.words import counted
 from pipeline.evaluate.architecture import name_of
 from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, Weights, files
 from pipeline.model.convert.mae import to_huggingface
-from pipeline.model.convert.preprocessing import written_crop, written_filter, written_scale
+from pipeline.model.convert.preprocessing import written_filter
 from pipeline.model.weights import TARGET_SCALE, TARGETS
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.objectives import mae
@@ -81,17 +80,17 @@ def run(config: ExportConfig) -> LogitDifference:
             path,
             image_size=config.image_size,
             num_classes=None if config.head else 0,
-            representation=None if config.head or not isinstance(trained, ViTConfig) else False,
+            representation=config.head,
             content=content,
             say=print,
         )
     del content  # whose tensors the model has copied
 
     # ------------------------------------------------------------------ written, and compared with the target program
-    out, view = Path(config.out), extra.get("preprocessing", {})
+    out = Path(config.out)
     with new_output(out, form in _FOLDERS) as unfinished:
         if isinstance(model, Mae):
-            _write_mae(model, unfinished, view)
+            _write_mae(model, unfinished, extra.get("preprocessing", {}))
         else:
             _write(model, form, unfinished, extra)
         # After the model is accepted.
@@ -124,15 +123,11 @@ def _notes(form: str, model: Model | Mae, extra: dict[str, Any]) -> Iterator[str
         return
     config = model.config
     if extra.get("loss") == "regression":
-        if form not in (*_AS_IT_IS, "huggingface"):
+        if form not in _AS_IT_IS:
             targets = ", ".join(extra.get(TARGETS, []))
             yield f"it has no place for names of numbers: outputs are {targets}, in this order and in their own units"
     elif config.num_classes and not extra.get("classes"):
         yield f"the weights have no class names: outputs are 0 to {config.num_classes - 1:,} in the order of their head"
-    if form == "huggingface":
-        yield written_crop(view, config.image_size)
-    if form in ("huggingface", "timm"):
-        yield written_scale(config.pixels, form == "timm")
     if form not in _AS_IT_IS and isinstance(config, ViTConfig) and "sincos2d" in config.positions:
         size = "{} x {}".format(*config.image_size)
         yield (
@@ -146,29 +141,16 @@ def _notes(form: str, model: Model | Mae, extra: dict[str, Any]) -> Iterator[str
         )
     if form == "timm" and extra.get("loss") == "sigmoid" and config.num_classes:
         yield "it has no place for train.loss = sigmoid; where it is used, set loss=sigmoid"
-    if form == "npz":
-        yield (
-            "it holds neither class names nor how images are read: where it is used, set class_names (in the order of"
-            " these weights' classes), image_size, eval_crop, eval_resize, resize_filter and loss as of these weights"
-        )
 
 
 # ---------------------------------------------------------------------- writing
 
 
 def _write(model: Model, form: str, path: Path, extra: dict[str, Any]) -> None:
-    classes = extra.get("classes") or extra.get(TARGETS) if model.config.num_classes else None
+    classes = extra.get("classes") if model.config.num_classes else None
     view = extra.get("preprocessing", {})
     if form == "safetensors":
         models.save(model, path, extra)
-    elif form == "npz":
-        if isinstance(model, VisionTransformer) and len(set(model.config.grid)) > 1:
-            rows, columns = model.config.grid
-            raise UserError(
-                f"an .npz holds square grids of patches, and this one is {rows} x {columns}. Use format=safetensors."
-            )
-        arrays: dict[str, Any] = models.to_npz(model)
-        np.savez(path, **arrays)
     elif form == "timm":
         tensors, config = models.to_timm(model, classes, view)
         files.write_folder(path, tensors, {"config.json": config})
@@ -225,13 +207,13 @@ def _write_script(file: Path, config: Config) -> None:
     print(f"written: {script}, which predicts without this project: python {script} photo.jpg")
 
 
-def _write_mae(model: Mae, path: Path, view: dict[str, Any]) -> None:
-    """Write a folder of a ViTMAEForPreTraining. Raises UserError for a model that it cannot hold."""
+def _write_mae(model: Mae, folder: Path, view: dict[str, Any]) -> None:
+    """Raises UserError for a model that the format cannot hold."""
     vit = model.backbone
     assert isinstance(vit, VisionTransformer)
     decoder = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("backbone.")}
     tensors, config, processor = to_huggingface(vit, decoder, model.facts, view)
-    files.write_folder(path, tensors, {"config.json": config, "preprocessor_config.json": processor})
+    files.write_folder(folder, tensors, {"config.json": config, "preprocessor_config.json": processor})
 
 
 # ---------------------------------------------------------------------- other programs
@@ -252,8 +234,6 @@ def _source_side(path: Path, content: Weights) -> tuple[str, Forward] | None:
     if forward is None:
         print(f"{name} is not installed: the input is not compared with it")
         return None
-    if content.config.pixels != RGB8:  # of which nothing was folded
-        return name, forward
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (content.mean, content.std))
     return name, lambda x: forward((x * 0.5 + 0.5 - mean) / std)
 
@@ -276,7 +256,6 @@ def _other_side(form: str, path: Path, config: Config) -> tuple[str, Forward | N
 
 
 def _our_reader(path: Path, config: Config) -> tuple[str, Forward]:
-    # An .npz does not say the image size: 224 for a BiT, else the pixels that the patches cover.
     return "our own reader", models.load(path, image_size=config.image_size)
 
 

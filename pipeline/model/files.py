@@ -24,7 +24,6 @@ from pipeline.base.words import missing, on_one_line
 from pipeline.model import published
 from pipeline.model.convert.layouts import ConfigFiles
 from pipeline.process.committed import CHECKSUMS, GONE, LATEST, Checksum, checkpoints_of, newest_complete
-from pipeline.process.outputs import kind_of, results_in
 from pipeline.process.start import rank
 
 StrPath = str | os.PathLike[str]
@@ -47,15 +46,13 @@ def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
     """The weights file of a file, a checkpoint folder, a run folder or that of its checkpoints, or a folder of Hugging
     Face or timm.
 
-    The last may also be in the cache of Hugging Face's tools: OWNER/NAME, unless that is a path, or hf://OWNER/NAME.
+    The last may also be in the cache of Hugging Face's tools: OWNER/NAME, unless that is a path.
     For weights in several files it is their index. Of a run it is that of the newest checkpoint; say: called with a
     line for each newer one that is damaged. Raises UserError if there is none.
     """
     repository = published.repository_of(path)
     if repository and (snapshot := published.snapshot_of(repository)) and (file := _weights_in(snapshot)):
         return file
-    if path.name == LATEST and newest_complete(path.parent):  # A text, which names a checkpoint beside it.
-        path = path.parent
     if path.is_file():
         index = path.with_name(re.sub(r"-\d+-of-\d+(\.\w+)$", rf"\1{INDEX}", path.name))
         return index if index.is_file() else path
@@ -81,10 +78,6 @@ def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
             if damaged:
                 say(f"no checkpoint in {folder} is complete: the weights in {name} are read all the same.")
             return file
-    if kind_of(path) == "data set":
-        raise UserError(f"{path} is a data set, not weights. Name a run, a checkpoint, or a file of weights.")
-    if not folder.exists() and (run := results_in(path).get("run")):
-        raise UserError(f"{path} has runs in it. Name one, as {run}.")
     raise UserError(
         f"{path}: contains neither {', '.join(FILES)} nor a checkpoint with weights (in {folder}). Name a checkpoint, a"
         " run, or a file."

@@ -7,34 +7,25 @@ rotated in pairs, the number i with the number i + D/2H, by the angles
     y / period_0, ..., y / period_last, x / period_0, ..., x / period_last
 
 with D/4H periods from 1 up to (not including) the base. With `rope_side`, as in EVA-02 and timm, y and x are the
-numbers of row and column instead. Class token and registers are not rotated. In training, the coordinates may be
-shifted and stretched, by numbers that `draw` sets for each step. Other letters as in vit.py.
+numbers of row and column instead. Class token and registers are not rotated. Other letters as in vit.py.
 """
 
 import math
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.architecture.config import ViTConfig
-from pipeline.base import random_numbers
-from pipeline.base.random_numbers import Purpose
-
-_CHANGE = Purpose.named("change of RoPE's coordinates")
 
 Rotation = tuple[Tensor, Tensor]
 
 
-def rotation(
-    config: ViTConfig, grid: tuple[int, int], device: torch.device | None = None, change: Tensor | None = None
-) -> Rotation:
+def rotation(config: ViTConfig, grid: tuple[int, int], device: torch.device | None = None) -> Rotation:
     """(cos, sin) of the angles, each (N, D/H) float32, with the angle 0 for tokens before the patches.
 
-    grid: (rows, columns) of the patches. change: (2, 2), what is added to y and x, then the factors that they are
-    multiplied with.
+    grid: (rows, columns) of the patches.
     """
     assert config.rope_base is not None
     f32: dict[str, Any] = {"dtype": torch.float32, "device": device}
@@ -45,8 +36,6 @@ def rotation(
     else:
         unit, axes = 1, [torch.arange(side, **f32) / side * (config.rope_side or side) for side in grid]
     centres = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).view(-1, 2)
-    if change is not None:
-        centres = (centres + change[0]) * change[1]
     angles = (unit * centres[:, :, None] / periods).flatten(1).tile(2)
     angles = F.pad(angles, (0, 0, config.num_tokens - config.num_patches, 0))
     return angles.cos(), angles.sin()
@@ -60,28 +49,6 @@ def of_patches(rotation: Rotation, kept: Tensor, first: int) -> Rotation:
     places = torch.cat([torch.arange(first, device=kept.device).expand(len(kept), -1), first + kept], dim=1)
     cos, sin = (table[places][:, None] for table in rotation)
     return cos, sin
-
-
-def new_change(config: ViTConfig) -> nn.Buffer | None:
-    """What a model keeps to change the coordinates in training, `change` of `rotation`; None if they do not change."""
-    return nn.Buffer(torch.tensor([[0.0, 0.0], [1.0, 1.0]]), persistent=False) if config.changes_rope else None
-
-
-def draw(model: nn.Module, seed: int, step: int) -> None:
-    """Set the change of the coordinates in step `step` (from 0), the same on all ranks; no-op for a model without one.
-
-    As in DINOv3: a shift of each axis, uniform, then a factor of each axis and one of both, whose logarithms are
-    uniform.
-    """
-    change = getattr(model, "rope_change", None)
-    if change is None:
-        return
-    config = cast(ViTConfig, model.config)
-    units = [2 * float(unit) - 1 for unit in random_numbers.uniform(seed, _CHANGE, step, np.arange(5))]
-    for axis in range(2):
-        # Filled, not copied, so that the device is not waited for.
-        change[0, axis].fill_(config.rope_shift * units[axis])
-        change[1, axis].fill_(config.rope_jitter ** units[2 + axis] * config.rope_rescale ** units[4])
 
 
 def rotated(x: Tensor, rotation: Rotation) -> Tensor:

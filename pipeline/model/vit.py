@@ -259,14 +259,12 @@ class VisionTransformer(ImageModel):
         self.class_token = nn.Parameter(torch.zeros(1, 1, config.width)) if config.has_class_token else None
         self.registers = nn.Parameter(torch.empty(1, config.registers, config.width)) if config.registers else None
         self.positions = position.new_table(config)  # a parameter if learned, a buffer if fixed, or None
-        self.rope_change = rope.new_change(config)  # a buffer, or None
         self.dropout = nn.Dropout(config.dropout)
         self.embedding_norm = layer_norm(config) if config.embedding_norm else None
         rates = [config.drop_path * i / max(config.num_blocks - 1, 1) for i in range(config.num_blocks)]
         self.blocks = nn.ModuleList(Block(config, self.new_attention(i), rate) for i, rate in enumerate(rates))
         self.norm = layer_norm(config)
         self.pool = AttentionPooling(config) if config.pools_by_attention else None
-        self.class_norm = layer_norm(config) if config.class_norm else None
         pooled = replace(config, representation=False).num_features
         self.representation = Dense(pooled, config.width) if config.representation else None
         self.head = Dense(config.num_features, config.num_classes) if config.num_classes else nn.Identity()
@@ -372,19 +370,13 @@ class VisionTransformer(ImageModel):
             if i > 0:
                 x = self.add_positions(x, block=i, grid=grid)
             x = run_block(block, x, self.activation_checkpointing, rotation)
-        if self.class_norm is None:
-            return x if self.config.pool_norm else self.norm(x)
-        first = 1 + self.config.registers
-        return torch.cat([self.class_norm(x[:, :first]), self.norm(x[:, first:])], dim=1)
+        return x if self.config.pool_norm else self.norm(x)
 
     def rotation(self, device: torch.device, grid: Size | None = None) -> Rotation | None:
-        """RoPE's rotation of all tokens of an image, in training with the coordinates of the step; None without
-        RoPE.
-        """
+        """RoPE's rotation of all tokens of an image; None without RoPE."""
         if self.config.rope_base is None:
             return None
-        change = self.rope_change if self.training else None
-        return rope.rotation(self.config, grid or self.config.grid, device, change)
+        return rope.rotation(self.config, grid or self.config.grid, device)
 
     def add_class_token(self, patches: Tensor) -> Tensor:
         """(B, rows*columns, D) -> (B, 1 + rows*columns, D), or unchanged if the model has no class token."""

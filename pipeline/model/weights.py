@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.architecture.config import ONLY_TRAIN, ChannelRule, Config, ViTConfig
+from pipeline.architecture.config import Config, ViTConfig
 from pipeline.architecture.pixels import ANY_TYPE, Pixels
 from pipeline.architecture.variants import ImageSize, as_pair, config_from_dict
 from pipeline.base import json_record
@@ -180,20 +180,13 @@ def _known(fields: Plain) -> Plain:
 def _check_extra(extra: Plain, config: Config) -> _Extra:
     """Returns the fields that commands read. Raises UserError for fields that they could not use."""
     found = json_record.convert(extra, _Extra, "extra")
-    classes = found.classes or []
-    if found.class_names is not None and len(found.class_names) != len(classes):
-        raise UserError(f"extra has {len(found.class_names):,} class_names for {counted(len(classes), 'class')}.")
     # Without a head, class names may remain from the head that was removed.
-    if found.classes is not None and config.num_classes and len(classes) != config.num_classes:
-        raise UserError(
-            f"its class names do not fit its head: {counted(len(classes), 'name')},"
-            f" {counted(config.num_classes, 'class')}. Correct the names where the file was written."
-        )
-    if found.targets is not None and config.num_classes and len(found.targets) != config.num_classes:
-        raise UserError(
-            f"its targets do not fit its head: {counted(len(found.targets), 'name')},"
-            f" {counted(config.num_classes, 'output')}. Correct the names where the file was written."
-        )
+    for name, given in (("class names", found.classes), ("targets", found.targets)):
+        if given is not None and config.num_classes and len(given) != config.num_classes:
+            raise UserError(
+                f"its {name} do not fit its head: {counted(len(given), 'name')},"
+                f" {counted(config.num_classes, 'output')}. Correct the names where the file was written."
+            )
     return found
 
 
@@ -233,7 +226,7 @@ def load(
     if not old.pixels.is_measured:
         say(f"no file describes its channels: read as those of the data set, {config.pixels}")
     elif old.pixels.is_rgb8 and not config.pixels.is_rgb8:
-        state, note = with_channels(state, old, config, changes.get("channels", "auto"), seed)
+        state, note = with_channels(state, old, config)
         say(note)
     model = build(config, seed)
     new = model.state_dict()
@@ -257,34 +250,30 @@ def adapted(
     num_classes: int | None = None,
     *,
     new_head: bool = False,
-    representation: bool | None = None,
+    representation: bool = True,
     mean_pool: bool = False,
     attentive_pool: bool = False,
     pixels: Pixels | None = None,
-    channels: ChannelRule = "auto",
-    **training: Any,
+    dropout: float | None = None,
+    drop_path: float | None = None,
 ) -> Config:
     """The configuration of the model that `load` builds from weights. old, path: of these.
 
     image_size: side or (height, width).
     num_classes: a number other than the file's (or new_head=True) means fine-tuning: a zero head, bias 0, directly on
     the
-        class token, without the representation layer (ViT paper, B.1.1). 0: no head, the representation layer is kept.
-    representation: whether the model has the layer; with a new head it may be new too.
+        class token, without the representation layer (ViT paper, B.1.1). 0: no head.
+    representation: without a head, whether the representation layer is kept.
     mean_pool: with a new head, it reads the mean of the patches after a new LayerNorm, which takes the place of the
     last one
         (MAE's fine-tuning); a class token is kept, and not read.
     attentive_pool: with a new head, it reads a new attention pool of all tokens after the last LayerNorm.
-    pixels: of the images to read, None for those of the weights. Weights of 8-bit RGB begin on others as `channels`
-    says
-        (`channels.with_channels`); other weights read images of their own channels and type only, by their own range.
+    pixels: of the images to read, None for those of the weights. Weights of 8-bit RGB begin on others by
+        `channels.with_channels`; other weights read images of their own channels and type only, by their own range.
         Those of another project that do not describe their channels take these pixels, if they are as many.
-    training: fields that act in training only (`ONLY_TRAIN` of architecture/config.py), such as dropout and drop_path;
-    a ResNet has none.
+    dropout, drop_path: None for those of the weights; a ResNet has none.
     """
     num_classes = old.num_classes if num_classes is None else num_classes
-    if new_head and num_classes == 0:
-        raise UserError(f"{path}: new_head=True needs num_classes above 0.")
     keep_head = not new_head and num_classes == old.num_classes > 0
     config = replace(
         old,
@@ -293,45 +282,22 @@ def adapted(
         head_bias=old.head_bias if keep_head else 0.0,
         pixels=_pixels_read(old.pixels, pixels, path),
     )
-    if wrong := training.keys() - set(ONLY_TRAIN):
-        raise TypeError(f"load() got an unexpected keyword argument {min(wrong)!r}")
+    changes: Plain = {"dropout": dropout, "drop_path": drop_path}
+    changes = {name: value for name, value in changes.items() if value is not None}
     if not isinstance(config, ViTConfig):
-        given = training | {
-            "representation": bool(representation),
-            "mean_pool": mean_pool,
-            "attentive_pool": attentive_pool,
-        }
-        if other := [name for name, value in given.items() if value not in (None, getattr(ViTConfig, name, False))]:
-            raise UserError(
-                f"{path}: is a ResNet, which has no {', '.join(other)}. Leave it out, or set it to its default."
-            )
+        given = changes | {"mean_pool": mean_pool, "attentive_pool": attentive_pool}
+        if other := [name for name, value in given.items() if value]:
+            raise UserError(f"{path}: is a ResNet, which has no {', '.join(other)}. Leave it out.")
         return config
-    if representation is None:
-        representation = config.representation and (keep_head or num_classes == 0)
-    if keep_head and representation != config.representation:
-        raise UserError(
-            f"{path}: its head was trained with representation={config.representation}, so it cannot be kept with "
-            f"representation={representation}. Use new_head=True, or num_classes=0 for the features."
-        )
-    changes: Plain = {name: value for name, value in training.items() if value is not None}
     if (mean_pool or attentive_pool) and (keep_head or config.pools_by_attention):
         name = "mean_pool" if mean_pool else "attentive_pool"
         raise UserError(f"{path}: {name} needs a new head, and weights without attention pooling.")
     if mean_pool:
-        changes |= {"pool": "mean" if config.has_class_token else "gap", "pool_norm": True, "class_norm": False}
+        changes |= {"pool": "mean" if config.has_class_token else "gap", "pool_norm": True}
     if attentive_pool:
-        if config.pool_norm:
-            raise UserError(
-                f"{path}: attentive_pool reads tokens after the last LayerNorm, and that of these weights is of their"
-                " mean (pool_norm)."
-            )
-        if config.registers and not config.has_class_token:
-            raise UserError(
-                f"{path}: attentive_pool is not for weights with registers and without class token. Use mean_pool, for"
-                " the mean of the patches."
-            )
         changes["pool"] = "attentive" if config.has_class_token else "map"
-    return replace(config, representation=representation, **changes)
+    has_layer = config.representation and (keep_head or (num_classes == 0 and representation))
+    return replace(config, representation=has_layer, **changes)
 
 
 def _pixels_read(old: Pixels, new: Pixels | None, path: StrPath) -> Pixels:
@@ -343,8 +309,7 @@ def _pixels_read(old: Pixels, new: Pixels | None, path: StrPath) -> Pixels:
         if new is None or new.num_channels != count:
             raise UserError(
                 f"{path}: reads {counted(count, 'channel')}, and no file of it says their names, type and range:"
-                f" fine-tune it (init.weights) on a data set of {counted(count, 'channel')}, or copy the field pixels"
-                " of such a set's dataset.json into a config.json beside it."
+                f" fine-tune it (init.weights) on a data set of {counted(count, 'channel')}."
             )
         return replace(new, mean=old.mean or new.mean, std=old.std or new.std)
     if new is None:

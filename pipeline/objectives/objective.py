@@ -224,11 +224,10 @@ class Objective(nn.Module):
             "image_size": config.model.image_size,
             "num_classes": predicted if config.init.new_head or not predicted else None,
             "new_head": config.init.new_head and predicted > 0,
-            "representation": None if predicted else False,
+            "representation": bool(predicted),
             "mean_pool": config.init.mean_pool,
             "attentive_pool": config.init.attentive_pool,
             "pixels": pixels,
-            "channels": config.init.channels,
             **config.model.for_weights(),
         }
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from pipeline.architecture.config import ONLY_TRAIN, ChannelRule, Gelu, Pool, Positions, QkvBias
+from pipeline.architecture.config import ONLY_TRAIN, Gelu, Pool, Positions, QkvBias
 from pipeline.architecture.objectives import OBJECTIVES, Labels
 from pipeline.architecture.variants import implied
 from pipeline.base.errors import UserError
@@ -121,16 +121,6 @@ class ModelConfig(Settings):
     rope_base: float | None = setting(None, above=1)
     """Base period of rotary positions of queries and keys (RoPE), for any image size; 100 in DINOv3; null: no rotation.
     """
-    rope_side: NonNegativeInt | None = None
-    """RoPE's coordinates are the numbers of row and column, from 0, stretched to grids of this many patches a side; 0:
-    not stretched; null: from -1 to 1.
-    """
-    rope_shift: NonNegativeFloat = 0.0
-    """RoPE in training: the coordinates, from -1 to 1, are shifted by up to this, anew in each step."""
-    rope_jitter: float = setting(1.0, min=1)
-    """RoPE in training: rows and columns are stretched by factors of up to this, or 1 over it; 1: not at all."""
-    rope_rescale: float = setting(1.0, min=1)
-    """RoPE in training: both are stretched by a common factor of up to this, or 1 over it; 2 in DINOv3."""
     qkv_bias: QkvBias = "qkv"
     """Which of queries, keys and values have a bias; qv in DINOv3."""
     out_bias: bool = True
@@ -143,8 +133,6 @@ class ModelConfig(Settings):
     """LayerNorm of each head's queries and keys (ViT-22B)."""
     pool_norm: bool = False
     """The final LayerNorm is of the mean of the patches, not of the tokens (pool=mean or gap), as MAE fine-tunes."""
-    class_norm: bool = False
-    """A final LayerNorm of its own for class token and registers, as in DINOv3 7B."""
     small_stem: list[int] | None = None
     """Hybrid for small images, as [32,64,128]: a 3 x 3 convolution, then a residual unit of two for each number of
     channels; where these grow, the map is halved. The patch side of model.name counts its cells (ViT-Ti/1).
@@ -706,11 +694,6 @@ class InitConfig(Settings):
     """
     attentive_pool: bool = setting(False, needs="weights")
     """With a new head: it reads a new attention pool of all tokens. With train.freeze=encoder, an attentive probe."""
-    channels: ChannelRule = setting("auto", needs="weights")
-    """How the first layer of 8-bit RGB weights reads other channels: those named red, green or blue keep theirs, others
-    get the mean, times 3/C, and one channel the sum (auto); red, green, blue in turn, times 3/C (repeat); named ones
-    keep theirs and others begin at 0 (zero) or new (random).
-    """
 
 
 class TrackConfig(Settings):

@@ -57,7 +57,7 @@ def run(weights, form, out, **settings):
     return export.run(config)
 
 
-FORMS = {"safetensors": "a.safetensors", "npz": "a.npz", "timm": "timm", "huggingface": "hf"}
+FORMS = {"safetensors": "a.safetensors", "timm": "timm", "huggingface": "hf"}
 
 
 @pytest.mark.slow
@@ -179,8 +179,7 @@ def test_no_script_is_written_for_what_it_cannot_do(tmp_path, capsys):
         ("a.onnx", "auto", "onnx"),
         ("vit.v2", "timm", "timm"),
         ("a.pt", "auto", ""),
-        ("a.onnx", "npz", ""),
-        ("a.npz", "timm", ""),
+        ("a.onnx", "timm", ""),
         ("a", "onnx", ""),
     ],
 )
@@ -215,11 +214,6 @@ def test_another_size_and_no_head(weights, tmp_path):
     assert torch.equal(back.positions, resample_positions(load(weights).positions.detach(), (6, 6), "zoom", (4, 4)))
 
 
-@pytest.mark.parametrize("changes", [{}, {"pool": "gap"}, {"name": "BiT-R50x1", "units": (1,), "width": 32}])
-def test_an_npz_of_an_image_size_that_it_does_not_say(tmp_path, changes):
-    """As ViT-H/14 at 384 px, whose patches leave pixels unseen, and a BiT at another size than 224."""
-    random_weights(tmp_path / "model.pt", **changes)
-    assert run(tmp_path / "model.pt", "npz", tmp_path / "a.npz", image_size=18).largest == 0
 
 
 @pytest.mark.parametrize(("loss", "problem_type"), [("softmax", None), ("sigmoid", "multi_label_classification")])
@@ -250,12 +244,6 @@ def test_weights_of_hugging_face_in_bf16_are_compared_in_fp32(weights, tmp_path,
 @pytest.mark.parametrize(
     ("changes", "form", "out", "message"),
     [
-        (
-            {"gelu": "erf"},
-            "npz",
-            "a.npz",
-            r"our own reader differs from ours by more than tolerance = 0.0001.* Not written",
-        ),
         ({"representation": True}, "timm", "timm", "cannot hold a representation layer .*head=false"),
         (
             {"layer_norm_eps": 1e-3},
@@ -264,8 +252,7 @@ def test_weights_of_hugging_face_in_bf16_are_compared_in_fp32(weights, tmp_path,
             "differs from ours .*Not written",
         ),
         ({"name": "BiT-R50x1", "units": (1,), "width": 32}, "onnx", "a.onnx", "max pooling"),
-        ({"size": (16, 24)}, "npz", "a.npz", "square grids of patches, and this one is 4 x 6"),
-        ({"size": (16, 24), "registers": 2, "classes": 0}, "huggingface", "hf", "cannot hold images of 16 x 24 px"),
+        ({"size": (16, 24)}, "huggingface", "hf", "cannot hold images of 16 x 24 px"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path, changes, form, out, message):
@@ -276,21 +263,20 @@ def test_what_does_not_fit_is_refused_and_nothing_stays(tmp_path, changes, form,
     assert not any((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize(("form", "name"), [("npz", "a.npz"), ("timm", "a")])
-def test_a_full_disk_is_named_and_nothing_stays(weights, tmp_path, form, name):
-    out = tmp_path / "out" / name
+def test_a_full_disk_is_named_and_nothing_stays(weights, tmp_path):
+    out = tmp_path / "out" / "timm"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large") as full:
-            run(weights, form, out)
+            run(weights, "timm", out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert full.value.filename == str(out)
     assert not any(out.parent.iterdir())
 
 
-@pytest.mark.parametrize(("form", "name"), [("npz", "a.npz"), ("timm", "timm")])
+@pytest.mark.parametrize(("form", "name"), [("safetensors", "a.safetensors"), ("timm", "timm")])
 def test_all_of_it_is_on_the_disk_before_it_has_its_name(weights, tmp_path, monkeypatch, form, name):
     """Else a file of the right name and size may be zeros after a power failure."""
     out, done, flush, rename = tmp_path / "out" / name, [], os.fsync, os.replace

@@ -22,7 +22,7 @@ KINDS = {
     "registers": {"registers": 3, "pool": "gap"},
     "relative": {"positions": "relative", "pool": "gap"},
     "blocks": {"positions": "learned2d", "positions_at": "blocks"},
-    "both": {"pool": "both", "qk_norm": True, "class_norm": True},
+    "both": {"pool": "both", "qk_norm": True},
     "mean": {"pool": "mean"},
     "rope": {
         "positions": "none",

@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import vtab_originals
-from model_parts import randomised
+from model_parts import official, randomised
 from raw_images import encoded, jpeg, noise, write_class_tars, write_folder, write_tar, write_zip
 from saving import CONFIG, save_all, tensors
 from test_layouts import TINY, binary_batch, cifar10, hugging_face, imagenet1k, python2_batch, python3_batch, table
@@ -212,7 +212,7 @@ def write_weights(form: str, at: Path) -> Path:
     if form == "ours.safetensors":
         models.save(model, at / form, extra)
     elif form == "official.npz":
-        np.savez(at / form, **models.to_npz(model))
+        np.savez(at / form, **official(model))
     elif form == "timm.pth":
         torch.save(models.to_timm(models.create("ViT-Ti/16", 16, 2), None, {})[0], at / form)
     else:

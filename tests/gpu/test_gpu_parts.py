@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_parts import ALL_PARTS, CHANGES, randomised
+from model_parts import ALL_PARTS, randomised
 
 from pipeline import model as models
 from pipeline.architecture.pixels import RGB8, Pixels
@@ -30,7 +30,7 @@ KINDS = {
     "pooled": ("ViT-mu/4", 16, {"pool": "map"}),
     "relative": ("ViT-mu/4", 16, {"positions": "relative"}),
     "registers": ("ViT-mu/4", 16, {"pool": "gap", "registers": 2, "positions": "sincos2d"}),
-    "all parts": ("ViT-mu/4", 16, ALL_PARTS | CHANGES),
+    "all parts": ("ViT-mu/4", 16, ALL_PARTS),
     "hybrid": ("R+Ti/16", 64, {}),
     "axial": ("Axial-ViT-Ti/8", 32, {"depth": 2}),
     "bit": ("BiT-R50x1", 32, {"width": 32}),

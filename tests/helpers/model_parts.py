@@ -1,10 +1,11 @@
 """All parts of later ViTs at once, for tests of what knows each part; and models with random values everywhere."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from pipeline.model import create
+from pipeline.model.convert.layouts import NAMES, write_model
 
 M = TypeVar("M", bound=torch.nn.Module)
 
@@ -19,16 +20,13 @@ ALL_PARTS = {
     "mlp_bias": False,
     "embedding_norm": True,
     "qk_norm": True,
-    "class_norm": True,
     "pool": "both",
 }
-# RoPE's coordinates change in training.
-CHANGES = {"rope_shift": 0.1, "rope_jitter": 1.2, "rope_rescale": 2.0}
 
 
 def overrides(**more: object) -> list[str]:
     """All parts, as settings of a run."""
-    found = ALL_PARTS | CHANGES | more
+    found = ALL_PARTS | more
     return [f"model.{name}={str(value).lower()}" for name, value in found.items()]
 
 
@@ -49,6 +47,12 @@ def same(model, other):
     """Whether two models have one configuration and the same bits."""
     state, back = model.state_dict(), other.state_dict()
     return model.config == other.config and all(torch.equal(state[name], back[name]) for name in state)
+
+
+def official(model: Any) -> dict[str, Any]:
+    """The arrays of an official .npz of vision_transformer, in its released names, for np.savez."""
+    tensors = write_model(model.state_dict(), model.config, NAMES["released"])
+    return {key: tensor.numpy() for key, tensor in tensors.items()}
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.architecture.variants import config_from_dict, configure
@@ -15,19 +14,18 @@ from pipeline.base.errors import UserError
 from pipeline.model import (
     build,
     create,
-    forward_macs,
     load,
     num_parameters,
     save,
-    to_npz,
     to_timm,
 )
 from pipeline.model.channels import with_channels
+from pipeline.model.convert.layouts import NAMES, write_model
 from pipeline.model.files import write_folder
 
 BANDS = Pixels.full_range(("nir", "red", "green", "blue", "height"), "uint16")
 CT = replace(Pixels.full_range(("ct",), "int16"), mean=(0.4,), std=(0.3,), nodata=-2000.0)
-NAMES = ("ViT-mu/4", "R+Ti/16", "ViT-mu/1", "BiT-R50x1")
+MODELS = ("ViT-mu/4", "R+Ti/16", "ViT-mu/1", "BiT-R50x1")
 
 
 def config_of(name: str, pixels: Pixels):  # type: ignore[no-untyped-def]
@@ -35,20 +33,15 @@ def config_of(name: str, pixels: Pixels):  # type: ignore[no-untyped-def]
     return configure(name, size, 5, pixels=pixels, small_stem=[32, 64] if name == "ViT-mu/1" else None)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("pixels", [CT, BANDS], ids=["ct", "bands"])
 def test_a_model_of_any_channels_is_built_counted_saved_and_read(name: str, pixels: Pixels, tmp_path: Path) -> None:
     config = config_of(name, pixels)
     assert config_from_dict(config.to_dict()) == config
     model = build(config).eval()
     images = torch.randn(2, pixels.num_channels, *config.image_size)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    with torch.no_grad():
         features = model.features(images)
-    rgb = config_of(name, RGB8)
-    first = forward_macs(config) - forward_macs(rgb)  # The first layer alone reads channels.
-    with FlopCounterMode(display=False) as counter_of_rgb, torch.no_grad():
-        build(rgb).eval().features(torch.randn(2, 3, *config.image_size))
-    assert counter.get_total_flops() - counter_of_rgb.get_total_flops() == 2 * 2 * first
     assert num_parameters(config) == sum(p.numel() for p in model.parameters())
     save(model, tmp_path / "a.safetensors")
     again = load(tmp_path / "a.safetensors").eval()
@@ -66,39 +59,29 @@ def test_weights_of_rgb_see_the_same_picture_in_the_same_channels() -> None:
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (deeper.mean, deeper.std))
     new = replace(model.config, pixels=deeper)
     found = build(new).eval()
-    found.load_state_dict(with_channels(model.state_dict(), model.config, new, "auto", 0)[0])
+    found.load_state_dict(with_channels(model.state_dict(), model.config, new)[0])
     assert torch.allclose(found((share - mean) / std), model(2 * share - 1), atol=1e-5)
 
     grey = replace(model.config, pixels=CT)
     found = build(grey).eval()
-    found.load_state_dict(with_channels(model.state_dict(), model.config, grey, "auto", 0)[0])
+    found.load_state_dict(with_channels(model.state_dict(), model.config, grey)[0])
     one = share[:, :1]
     assert torch.allclose(found((one - CT.mean[0]) / CT.std[0]), model(2 * one.expand(-1, 3, -1, -1) - 1), atol=1e-5)
 
 
-def test_each_rule_for_channels(tmp_path: Path) -> None:
+def test_kernels_of_named_channels_are_kept(tmp_path: Path) -> None:
     model = create("ViT-mu/4", 16, 5)
     save(model, tmp_path / "rgb.pt")
     rgb = model.patch_embedding.weight.detach()
-    kernels = {
-        rule: load(tmp_path / "rgb.pt", pixels=BANDS, channels=rule).patch_embedding.weight.detach()
-        for rule in ("auto", "repeat", "zero", "random")
-    }
-    mean = rgb.mean(1)
+    found = load(tmp_path / "rgb.pt", pixels=BANDS).patch_embedding.weight.detach()
     named = {1: rgb[:, 0], 2: rgb[:, 1], 3: rgb[:, 2]}
     for place in range(5):
-        assert torch.allclose(kernels["auto"][:, place], named.get(place, mean) * 3 / 5, atol=1e-7)
-        assert torch.allclose(kernels["repeat"][:, place], rgb[:, place % 3] * 3 / 5, atol=1e-7)
-        assert torch.equal(kernels["zero"][:, place], named.get(place, torch.zeros_like(mean)))
-        assert place not in named or torch.equal(kernels["random"][:, place], named[place])
-    assert kernels["random"][:, [0, 4]].std() == pytest.approx((5 * 16) ** -0.5, rel=0.1)
+        assert torch.allclose(found[:, place], named.get(place, rgb.mean(1)) * 3 / 5, atol=1e-7)
     one = load(tmp_path / "rgb.pt", pixels=Pixels.full_range(("red",), "uint16")).patch_embedding.weight.detach()
     assert torch.allclose(rgb.sum(1, keepdim=True), one, atol=1e-6)
-    with pytest.raises(UserError, match=r"init\.channels"):
-        load(tmp_path / "rgb.pt", pixels=CT, channels="zero")
 
 
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", MODELS[1:])
 def test_stems_read_other_channels_from_weights_of_rgb(name: str, tmp_path: Path) -> None:
     old = build(config_of(name, RGB8))
     save(old, tmp_path / "rgb.pt")
@@ -116,37 +99,20 @@ def test_weights_of_other_channels_read_their_own_range_and_no_other_channels(tm
             load(tmp_path / "bands.pt", pixels=other)
 
 
-@pytest.mark.parametrize("name", ["ViT-mu/4", "BiT-R50x1"])
-def test_npz_has_no_place_for_channels(name: str) -> None:
-    with pytest.raises(UserError, match="nir"):
-        to_npz(build(config_of(name, BANDS)))
-
-
-@pytest.mark.parametrize("name", ["ViT-mu/4", "R+Ti/16", "BiT-R50x1"])
-def test_timm_folders_of_other_channels(name: str, tmp_path: Path) -> None:
-    """Every bit comes back. What does not say its channels, as timm's own folders, takes those of a data set, with its
-    mean.
-    """
-    pixels = replace(BANDS, mean=(0.1, 0.2, 0.3, 0.4, 0.5), std=(0.2,) * 5)
-    model = build(replace(config_of(name, pixels), **({} if name.startswith("BiT") else {"gelu": "erf"})), seed=1)
-    tensors, config = to_timm(model, None, {})
-    assert config["model_args"]["in_chans"] == 5
-    assert config["pretrained_cfg"]["input_size"] == [5, *model.config.image_size]
-    assert (config["pretrained_cfg"]["mean"], config["pretrained_cfg"]["std"]) == ([*pixels.mean], [*pixels.std])
-    write_folder(tmp_path / "ours", tensors, {"config.json": config})
-    again = load(tmp_path / "ours")
-    assert again.config.pixels == pixels
-    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
-
-    del config["pixels"]
-    write_folder(tmp_path / "theirs", tensors, {"config.json": config})
-    with pytest.raises(UserError, match=r"5 channels.*init\.weights.*dataset\.json"):
-        load(tmp_path / "theirs")
+def test_weights_of_other_projects_take_the_channels_of_a_data_set_with_their_mean(tmp_path: Path) -> None:
+    model = build(config_of("ViT-mu/4", BANDS), seed=1)
+    with pytest.raises(UserError, match="cannot hold pixels = 5 channels"):
+        to_timm(model, None, {})
+    mean, std = (0.1, 0.2, 0.3, 0.4, 0.5), (0.2,) * 5
+    config = {"pretrained_cfg": {"mean": mean, "std": std}}
+    write_folder(tmp_path / "a", write_model(model.state_dict(), model.config, NAMES["timm"]), {"config.json": config})
+    with pytest.raises(UserError, match=r"5 channels.*init\.weights"):
+        load(tmp_path / "a")
     with pytest.raises(UserError, match="5 channels"):
-        load(tmp_path / "theirs", pixels=CT)
+        load(tmp_path / "a", pixels=CT)
     data = Pixels.full_range(("a", "b", "c", "d", "e"), "int16", nodata=-1)
     said: list[str] = []
-    again = load(tmp_path / "theirs", pixels=data, say=said.append)
-    assert again.config.pixels == replace(data, mean=pixels.mean, std=pixels.std)
+    again = load(tmp_path / "a", pixels=data, say=said.append)
+    assert again.config.pixels == replace(data, mean=mean, std=std)
     assert torch.equal(next(again.parameters()), next(model.parameters()))
     assert any("a, b, c, d, e" in line for line in said)

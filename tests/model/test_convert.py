@@ -1,11 +1,10 @@
 import numpy as np
 import pytest
-import torch
 from model_parts import logits
 
 from pipeline.base.errors import UserError
-from pipeline.model import ViTConfig, create, load, to_npz
-from pipeline.model.convert.official import from_npz, read_npz
+from pipeline.model import ViTConfig, load
+from pipeline.model.convert.official import read_npz
 
 POSITIONS = "Transformer/posembed_input/pos_embedding"
 
@@ -16,23 +15,6 @@ def test_logits_are_those_of_the_equations_on_the_file(npz, random_arrays, equat
     model = load(npz(layout, representation))
     expected = equations(random_arrays(layout, representation), images, layout=layout)
     np.testing.assert_allclose(logits(model, images), expected, atol=2e-5)
-
-
-@pytest.mark.parametrize("layout", ["released", "linen"])
-@pytest.mark.parametrize("representation", [True, False])
-def test_in_and_out_again_is_exact(npz, random_arrays, layout, representation):
-    arrays = random_arrays(layout, representation)
-    written = to_npz(load(npz(layout, representation)), layout)
-    assert written.keys() == arrays.keys()
-    assert all(np.array_equal(written[key], arrays[key]) and written[key].dtype == np.float32 for key in arrays)
-
-
-def test_out_and_in_again_is_exact():
-    model = create("ViT-mu/4", 12, 7, representation=True, width=24, depth=3, mlp_width=40, num_heads=3)
-    found = from_npz(to_npz(model))
-    assert (found.config, found.extra, found.notes) == (model.config, {}, [])
-    assert found.state.keys() == model.state_dict().keys()
-    assert all(torch.equal(found.state[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def test_configuration_from_the_tensors(npz):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from model_parts import logits, random_model, same
+from model_parts import logits, same
 
-from pipeline.model import load, read_weights, to_npz
+from pipeline.model import load, read_weights
 
 D, GRID, HEADS = 16, 4, 4
 TABLE = "Transformer/posembed_input/pos_embedding"
@@ -89,34 +89,6 @@ def test_bfloat16_is_read(tmp_path, random_arrays):
     path = write(tmp_path, {key: half.view(torch.int16).numpy().view("V2") for key, half in halves.items()})
     rounded = write(tmp_path.parent, {key: half.float().numpy() for key, half in halves.items()})
     assert same(load(path), load(rounded))
-
-
-SMALL = {"depth": 2, "width": 24, "num_heads": 3, "mlp_width": 40}
-HYBRID = {"stem": (1, 1), "patch_size": 1, "depth": 1, "width": 24, "num_heads": 3, "mlp_width": 40}
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "layout"),
-    [
-        ("ViT-mu/4", {**SMALL, "pool": "gap"}, "big_vision"),
-        ("ViT-mu/4", {**SMALL, "pool": "map", "representation": True}, "big_vision"),
-        ("R26+S/32", HYBRID, None),
-        ("R+Ti/16", {**HYBRID, "stem": (), "patch_size": 2}, None),
-        ("BiT-R50x1", {"units": (2, 1), "width": 32}, None),
-    ],
-)
-def test_out_and_in_again_is_exact(tmp_path, name, changes, layout):
-    model = random_model(name, **changes)
-    back = load(write(tmp_path, to_npz(model, layout)), image_size=16)
-    assert same(back, model)
-
-
-@pytest.mark.parametrize("positions", ["learned2d", "sincos2d", "none"])
-def test_other_positions_are_written_as_a_table_that_computes_the_same_bits(tmp_path, positions):
-    model, images = random_model("ViT-mu/4", positions=positions), torch.rand(2, 3, 16, 16)
-    back = load(write(tmp_path, to_npz(model))).eval()
-    assert back.config.positions == "learned"
-    assert torch.equal(back(images), model(images))
 
 
 # ---------------------------------------------------------------------- ResNets

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from model_parts import ALL_PARTS, CHANGES, randomised
+from model_parts import ALL_PARTS, randomised
 
 from pipeline.model import configure, create, load, save
-from pipeline.model.rope import draw, rotation
+from pipeline.model.rope import rotation
 
 SIZES = {"width": 16, "depth": 2, "mlp_width": 24, "num_heads": 2}
 
@@ -24,71 +24,30 @@ def test_rope_of_every_width_of_a_head():
 
 
 @torch.no_grad()
-def test_norms_of_queries_and_keys_and_of_the_class_token():
-    model = randomised(create("ViT-mu/4", 8, 0, **SIZES, qk_norm=True, class_norm=True, registers=2, positions="none"))
+def test_norms_of_queries_and_keys():
+    model = randomised(create("ViT-mu/4", 8, 0, **SIZES, qk_norm=True, positions="none"))
     attention, x = model.blocks[0].attention, torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0))
     q, k, v = (part.unflatten(2, (2, 8)).transpose(1, 2) for part in attention.qkv(x).chunk(3, dim=2))
     q, k = attention.query_norm(q), attention.key_norm(k)
     mixed = (q @ k.transpose(2, 3) / math.sqrt(8)).softmax(3) @ v
     torch.testing.assert_close(attention(x), attention.out(mixed.transpose(1, 2).flatten(2)), rtol=1e-4, atol=1e-4)
-    seen = []
-    model.norm.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    model.class_norm.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    tokens = model.encode(model.embed(images(8, 8)))
-    first, patches = sorted(seen, key=lambda part: part.shape[1])
-    assert (first.shape[1], patches.shape[1]) == (3, 4)
-    torch.testing.assert_close(tokens, torch.cat([model.class_norm(first), model.norm(patches)], dim=1))
-
-
-def test_ropes_coordinates_change_in_training_by_seed_and_step():
-    changes = {"rope_shift": 0.5, "rope_jitter": 2.0, "rope_rescale": 3.0}
-    model = randomised(create("ViT-mu/4", 16, 3, **SIZES, positions="none", rope_base=100.0, **changes))
-    x, drawn = images(16, 16), []
-    before = model(x)
-    for step in range(200):
-        draw(model, 5, step)
-        drawn.append(model.rope_change.clone())
-    assert torch.equal(model(x), before), "only training is changed"
-    assert not torch.allclose(model.train()(x), before)
-    draw(model, 5, 7)
-    assert torch.equal(model.rope_change, drawn[7])
-    draw(model, 6, 7)
-    assert not torch.equal(model.rope_change, drawn[7])
-    shifts, logarithms = torch.stack(drawn)[:, 0], torch.stack(drawn)[:, 1].log()
-    assert shifts.abs().max() <= 0.5
-    assert shifts.std() == pytest.approx(0.5 / math.sqrt(3), rel=0.15)
-    assert (logarithms[:, 0] - logarithms[:, 1]).abs().max() <= 2 * math.log(2), "of each axis"
-    assert 1 < logarithms.mean(1).abs().max() <= math.log(6)
-    config, grid = model.config, model.config.grid
-    moved = rotation(config, grid, None, torch.tensor([[2.0, 2.0], [1.0, 1.0]]))
-    one, last = rotation(config, (1, 1), None, torch.tensor([[2.75, 2.75], [1.0, 1.0]]))[0], moved[0][-1]
-    torch.testing.assert_close(one[-1], last, msg="the centre of the last of 4 x 4 patches is 0.75")
-    assert "rope_change" not in model.state_dict()
-    draw(create("ViT-mu/4", 16, 3, **SIZES), 0, 0)
 
 
 @pytest.mark.slow
 def test_all_parts_are_compiled_in_one_graph_and_recomputed():
-    """And another step's coordinates, which are a tensor, need no second graph."""
-    model = randomised(create("ViT-mu/4", 16, 3, **SIZES | ALL_PARTS | CHANGES)).train()
+    model = randomised(create("ViT-mu/4", 16, 3, **SIZES | ALL_PARTS)).train()
     graphs = []
     compiled = torch.compile(
         model, fullgraph=True, backend=lambda graph, inputs: (graphs.append(graph), graph.forward)[1]
     )
-    for step in range(3):
-        draw(model, 0, step)
-        model.activation_checkpointing = False
-        expected = model(images(16, 16))
-        torch.testing.assert_close(compiled(images(16, 16)), expected)
-        expected.sum().backward()
-        plain = [parameter.grad.clone() for parameter in model.parameters()]
-        model.zero_grad()
-        model.activation_checkpointing = True
-        model(images(16, 16)).sum().backward()
-        assert all(
-            torch.equal(parameter.grad, before) for parameter, before in zip(model.parameters(), plain, strict=True)
-        )
-        model.zero_grad()
+    expected = model(images(16, 16))
+    torch.testing.assert_close(compiled(images(16, 16)), expected)
+    expected.sum().backward()
+    plain = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model.activation_checkpointing = True
+    model(images(16, 16)).sum().backward()
+    assert all(torch.equal(parameter.grad, before) for parameter, before in zip(model.parameters(), plain, strict=True))
     assert len(graphs) == 1
 
 

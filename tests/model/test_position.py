@@ -34,43 +34,6 @@ def test_zoom_is_scipys(old, new):
     np.testing.assert_allclose(resampled[:, 1:].numpy(), as_the_official_code(positions[:, 1:], old, new), atol=1e-12)
 
 
-def cubic(distance, a):
-    """Keys' kernel (1981)."""
-    x = np.abs(distance)
-    return np.where(
-        x <= 1, (a + 2) * x**3 - (a + 3) * x**2 + 1, np.where(x < 2, a * (x**3 - 5 * x**2 + 8 * x - 4), 0.0)
-    )
-
-
-def cubic_matrix(old, new, antialias):
-    """(new, old): interpolation weights by the formulae, with positions at the centres of cells."""
-    scale = old / new
-    wide = max(scale, 1.0) if antialias else 1.0  # when downsampling, antialiasing widens the kernel
-    centres = (np.arange(new) + 0.5) * scale - 0.5
-    matrix = np.zeros((new, old))
-    for row, centre in enumerate(centres):
-        for place in range(int(np.floor(centre - 2 * wide)), int(np.ceil(centre + 2 * wide)) + 1):
-            # Without antialias, a = -0.75 and the border repeats; with it, a = -0.5 (as Pillow) and places outside have
-            # weight 0.
-            weight = cubic((place - centre) / wide, -0.5 if antialias else -0.75)
-            if not antialias or 0 <= place < old:
-                matrix[row, np.clip(place, 0, old - 1)] += weight
-    return matrix / matrix.sum(1, keepdims=True)
-
-
-@pytest.mark.parametrize("kernel", ["bicubic", "bicubic_antialias"])
-@pytest.mark.parametrize(
-    ("old", "new"), [((14, 14), (24, 24)), ((37, 37), (16, 16)), ((4, 4), (7, 3)), ((3, 5), (5, 3))]
-)
-def test_bicubic_is_that_of_the_formulae(kernel, old, new):
-    positions = table(1 + old[0] * old[1])
-    resampled = resample_positions(positions, new, kernel, old)
-    rows, columns = (cubic_matrix(*pair, kernel == "bicubic_antialias") for pair in zip(old, new, strict=True))
-    expected = np.einsum("yh,xw,hwd->yxd", rows, columns, positions[0, 1:].numpy().reshape(*old, -1))
-    assert torch.equal(resampled[:, 0], positions[:, 0])
-    np.testing.assert_allclose(resampled[0, 1:].numpy(), expected.reshape(new[0] * new[1], -1), atol=1e-12)
-
-
 def test_the_dtype_stays_and_bf16_is_not_computed_in_bf16():
     positions = table(197, torch.bfloat16)
     resampled = resample_positions(positions, (24, 24), "zoom", (14, 14))

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipeline.architecture.variants import VARIANTS, implied
 from pipeline.model import build, configure, forward_macs, num_parameters, training_flops_per_image
 
 # (epochs, exaFLOPs) of pre-training on JFT, 303 M images: ViT paper, Table 6. Its values for ViTs are matched exactly,
@@ -100,10 +99,3 @@ def test_multiply_adds_are_those_that_torch_counts(name, changes):
         with FlopCounterMode(display=False) as counter:
             model(image)
     assert counter.get_total_flops() == 2 * forward_macs(config)
-
-
-def test_names():
-    assert implied("ViT-L/16")[1] == {**VARIANTS["L"]._asdict(), "patch_size": 16}
-    config = configure("ViT-S/4", 32, 10, depth=6)
-    assert (config.width, config.depth, config.patch_size, config.grid, config.num_tokens) == (384, 6, 4, (8, 8), 65)
-    assert implied("ViT-g/14") != implied("ViT-G/14")

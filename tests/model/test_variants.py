@@ -182,7 +182,7 @@ EVERY = {
         "out_bias": False,
         "mlp_bias": False,
     },
-    "ViT-22B": {"name": "ViT-B/16", "qk_norm": True, "class_norm": True, "pool": "both"},
+    "ViT-22B": {"name": "ViT-B/16", "qk_norm": True, "pool": "both"},
     "mean of patches": {"name": "ViT-B/16", "pool": "mean"},
     "CLIP": {"name": "ViT-B/16", "embedding_norm": True, "gelu": "quick"},
     "R+Ti/16": {"patch_size": 4},

@@ -38,7 +38,6 @@ VALUES: dict[str, list[Any]] = {
     "model.drop_path": [0, 0.3],
     "model.layer_scale": ["null", 1e-4],
     "model.rope_base": ["null", 100],
-    "model.rope_shift": [0, 0.2],
     "model.qkv_bias": ["qkv", "qv", "none"],
     "model.qk_norm": ["true", "false"],
     "model.swiglu": ["true", "false"],

@@ -141,7 +141,6 @@ REFUSED = {
         r"objective\.pixels.*nir",
     ),
     "other weights": ("data/ct", ["init.weights=RUNS/bands-whole", *UNSET], r"nir.*\(ct\)"),
-    "channels at zero": ("data/ct", ["init.weights=RUNS/rgb-whole", "init.channels=zero", *UNSET], r"init\.channels"),
     "probe": ("data/bands", ["probe.every=3 steps", "probe.data=RUNS/data/ct"], r"nir.*\(ct\)"),
     "teacher": ("data/ct", ["train.loss=distill", "objective.teacher=RUNS/bands-whole"], r"\(ct\).*nir"),
 }

@@ -28,7 +28,6 @@ from pipeline.evaluate.classify import predict, score
 from pipeline.evaluate.loaded_model import load_model
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model.layers import kernel_names
-from pipeline.model.rope import draw
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.objectives import classification
 from pipeline.objectives.masked_patches import MaskedPatches
@@ -105,7 +104,6 @@ def _plain_losses(overrides: tuple[str, ...], steps: int) -> tuple[float, ...]:
     losses = []
     with Loader(split, train_view(config.augment, config.seed, m.image_size), 1, 1, 0.0) as loader:
         for step, batch in enumerate(loader.batches(train_requests(order, 0, steps, 24, 0, 1))):
-            draw(model, config.seed, step)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(
                     config.schedule, config.optimizer.lr, step, steps, int(config.schedule.warmup.amount)

@@ -223,11 +223,9 @@ def test_the_anchor_has_no_factors_of_lora(weights: Path, loss: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(*(anchor.values() for anchor in anchors), strict=True))
 
 
-@pytest.mark.parametrize("rule", ["auto", "random"])
-def test_the_anchor_reads_the_channels_of_the_data(weights: Path, rule: str) -> None:
+def test_the_anchor_reads_the_channels_of_the_data(weights: Path) -> None:
     pixels = Pixels(("a", "b", "c", "d"), "uint16", (0.0,) * 4, (4095.0,) * 4, (0.5,) * 4, (0.5,) * 4)
-    given = ("seed=5", f"init.channels={rule}", "augment.color_jitter=0")
-    objective = create(run(weights, "lejepa", *ON, *given), pixels)
+    objective = create(run(weights, "lejepa", *ON, "augment.color_jitter=0"), pixels)
     own, anchor = objective.backbone.state_dict(), objective.frozen_teacher.state_dict()
     assert objective.frozen_teacher.config == objective.backbone.config
     assert all(torch.equal(tensor, own[name]) for name, tensor in anchor.items())

@@ -16,8 +16,8 @@ from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch
 from pipeline.model import DecoderFacts, build, configure, read_weights, rope
-from pipeline.model.convert.layouts import NAMES, write_model
-from pipeline.model.convert.mae import read_decoder, split, write_decoder
+from pipeline.model.convert.layouts import NAMES, Layout, write_model
+from pipeline.model.convert.mae import _NAMES, read_decoder, split
 from pipeline.model.layers import take_tokens
 from pipeline.model.position import sincos2d
 from pipeline.objectives import mae
@@ -161,7 +161,7 @@ def test_loss_and_reconstruction_are_those_of_transformers(tmp_path: Path, norma
     assert facts == DecoderFacts(4, normalise, (0.5,) * 3, (0.5,) * 3)
     if official:
         assert isinstance(config, ViTConfig)
-        file = write_model(state, config, NAMES["timm"]) | write_decoder(additions, "timm")
+        file = write_model(state, config, NAMES["timm"]) | Layout(_NAMES["timm"]).write(additions)
         encoder, found = split(file)
         assert "patch_embed.proj.weight" in encoder
         assert not set(encoder) & set(found)

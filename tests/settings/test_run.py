@@ -140,6 +140,7 @@ def test_a_model_s_settings_are_fields_of_its_configuration() -> None:
         "layer_norm_eps",
         "masked",
         "kernel",
+        "rope_side",
         "pixels",
     }
     for name, value in ModelConfig().options.items():

@@ -35,8 +35,6 @@ _NEW_MLP = [(r"mlp\.fc1\.", "intermediate.dense."), (r"mlp\.fc2\.", "output.dens
 
 # `problem_type` in config.json of a head whose probabilities transformers computes by sigmoids.
 _OF_SIGMOID = "multi_label_classification"
-# That of a head whose outputs are numbers, and the loss of our weights; `id2label` then has the numbers' names.
-_REGRESSION = "regression"
 
 
 class _Kind(NamedTuple):
@@ -46,7 +44,6 @@ class _Kind(NamedTuple):
     activation: str = "gelu"
     pools: tuple[Pool, ...] = ("token",)
     holds: tuple[str, ...] = ()  # fields of ViTConfig
-    any_aspect: bool = False  # whether its images need not be square
 
 
 _KINDS = {kind: _Kind(**facts) for kind, facts in TABLES["kinds"].items()}
@@ -65,22 +62,16 @@ def from_huggingface(tensors: State, kind: str, config_files: ConfigFiles, notes
             "its classifier reads patch tokens without the last norm, which our head cannot: left out, so that these"
             " are weights without a head. Fine-tune them, or use their features"
         )
-    if (pooled := get("pooler_act", str, "tanh")) != "tanh":
-        raise UserError(f"its pooler computes {pooled}; only tanh is supported.")
     has_head = "classifier.weight" in tensors
     classes = _class_names(get_any("id2label", dict[str, str], {})) if has_head else None
     extra: Plain = {"classes": classes} if classes else {}
-    problem = get("problem_type", str) if has_head else None
-    if problem == _OF_SIGMOID:
+    if has_head and get("problem_type", str) == _OF_SIGMOID:
         extra["loss"] = "sigmoid"
-    elif problem == _REGRESSION and classes:
-        extra = {"loss": _REGRESSION, "targets": classes}
     gated = any(".mlp.weights_in." in key or ".mlp.gate_proj." in key for key in tensors)
     is_silu = gated and kind == "dinov3"
     activation = get("hidden_act", str, _KINDS[kind].activation)
     if is_silu and activation != "silu":
         raise UserError(f"its MLP is gated by {activation[:100]}; only silu is supported.")
-    pixels = preprocessing.pixels_in(config_files.config)
     told: Plain = {
         "gelu": "erf" if is_silu else gelu_of(activation),
         "layer_norm_eps": get("layer_norm_eps", float, _KINDS[kind].eps),
@@ -90,10 +81,9 @@ def from_huggingface(tensors: State, kind: str, config_files: ConfigFiles, notes
         "layer_scale": get("layerscale_value", float, 1.0),
         "rope_base": get("rope_theta", float, 100.0) if kind == "dinov3" else None,
         "pool": "both" if kind == "dinov2" and has_head else "token",
-        "pixels": pixels,
     }
     processor = config_files.processor
-    images = preprocessing.from_huggingface(processor, pixels is not None) if processor else None
+    images = preprocessing.from_huggingface(processor) if processor else None
     return read_vit(tensors, _names(kind, gated), told, images, extra, notes, "none" if kind == "dinov3" else None)
 
 
@@ -138,7 +128,7 @@ def to_huggingface(
     Raises UserError for a model that these cannot hold.
     """
     if isinstance(model, ResNet):
-        raise UserError("Hugging Face's ViT cannot hold a ResNet; format = npz, timm or safetensors can.")
+        raise UserError("Hugging Face's ViT cannot hold a ResNet; format = safetensors can.")
     kind, model_type, own = _family(model.config)
     cls = TABLES["huggingface"]["classes"][model_type]
     has_head = model.config.num_classes > 0
@@ -147,7 +137,7 @@ def to_huggingface(
         raise UserError(f"Hugging Face's {cls} has no head that reads what ours does. Leave it out: head=false.")
     height, width = model.config.image_size
     cannot = {
-        f"images of {height} x {width} px, which are not square": height != width and not _KINDS[kind].any_aspect,
+        f"images of {height} x {width} px, which are not square": height != width,
         f"positions = {model.config.positions} beside RoPE": kind == "dinov3" and model.config.positions != "none",
     }
     for feature in (feature for feature, is_present in cannot.items() if is_present):
@@ -156,9 +146,8 @@ def to_huggingface(
         model,
         f"Hugging Face's {cls}",
         _KINDS[kind].pools,
-        hybrids=False,
         representation=kind == "huggingface" and not has_head and model.config.pool == "token",
-        holds=frozenset({*_KINDS[kind].holds, "pixels"}),
+        holds=frozenset(_KINDS[kind].holds),
     )
     if NAMES[kind].get("no_patch_bias"):
         move_patch_bias(state, config.num_patches)
@@ -170,16 +159,15 @@ def to_huggingface(
     found = {
         "architectures": [cls.replace("Model", "ForImageClassification") if has_head else cls],
         **sizes_of(config),
-        **preprocessing.saved_pixels(config.pixels),
         "model_type": model_type,
         **own,
     }
     if has_head:
         names = classes or [f"LABEL_{i}" for i in range(config.num_classes)]
         found |= {"id2label": dict(enumerate(names)), "label2id": {name: i for i, name in enumerate(names)}}
-        if loss in ("sigmoid", _REGRESSION):
-            found["problem_type"] = _OF_SIGMOID if loss == "sigmoid" else _REGRESSION
-    return tensors, found, preprocessing.to_huggingface(view, config.image_size, config.pixels)
+        if loss == "sigmoid":
+            found["problem_type"] = _OF_SIGMOID
+    return tensors, found, preprocessing.to_huggingface(view, height)
 
 
 def _family(config: ViTConfig) -> tuple[str, str, Plain]:

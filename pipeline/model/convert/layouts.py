@@ -21,6 +21,7 @@ from pipeline.base.errors import UserError
 from pipeline.model import position
 from pipeline.model.build import build
 from pipeline.model.convert.preprocessing import HALF, Json, Plain
+from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
 
 TABLES: Plain = tomllib.loads(Path(__file__).with_name("tables.toml").read_text())
@@ -230,19 +231,20 @@ def check_values(key: str, tensor: Tensor) -> None:
 
 
 def as_plain(
-    model: VisionTransformer,
+    model: VisionTransformer | ResNet,
     target: str,
     pools: tuple[Pool, ...],
-    hybrids: bool,
-    representation: bool,
+    representation: bool = False,
     holds: frozenset[str] = frozenset(),
 ) -> tuple[ViTConfig, State]:
     """(configuration, state dict) with one learned table of positions, which computes the same function.
 
     2-D and sine-cosine positions become such a table, and no positions become zeros unless RoPE takes their place, both
-    bit for bit. target: name of the format, for errors. pools, hybrids, representation, holds: what the format can
-    hold, the last as fields of ViTConfig. Raises UserError for a model that it cannot hold.
+    bit for bit. target: name of the format, for errors. pools, representation, holds: what the format can hold, the
+    last as fields of ViTConfig. Raises UserError for a model that it cannot hold.
     """
+    if isinstance(model, ResNet):
+        raise UserError(f"{target} cannot hold a ResNet; format = safetensors can.")
     config, state = model.config, dict(model.state_dict())
     unsupported = {
         "axial attention": config.axial,
@@ -250,7 +252,7 @@ def as_plain(
         "positions that are added before every block": config.positions_at != "stem",
         "register tokens": config.registers > 0 and "registers" not in holds,
         f"pool = {config.pool}": config.pool not in pools,
-        "a ResNet stem (a hybrid)": config.stem is not None and not hybrids,
+        "a ResNet stem (a hybrid)": config.stem is not None,
         "a representation layer (leave it out with the head: head=false)": config.representation and not representation,
     }
     harmless = {"registers", "kernel"} | holds | set(ONLY_TRAIN)

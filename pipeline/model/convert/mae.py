@@ -80,25 +80,23 @@ def read_decoder(tensors: Tensors, config: ViTConfig) -> State:
     return layout.read(tensors, tables | nn.ModuleDict(layers).state_dict())
 
 
-def write_decoder(state: Tensors, kind: str) -> State:
-    """The decoder of our objective in the names of kind "timm" (facebookresearch/mae) or "huggingface" (without
-    "decoder.").
-    """
-    return Layout(_NAMES[kind]).write(state)
-
-
 def to_huggingface(
     model: VisionTransformer, decoder: Tensors, facts: DecoderFacts, view: Json
 ) -> tuple[State, Plain, Plain]:
     """(state dict, config.json, preprocessor_config.json) of a ViTMAEForPreTraining. Raises UserError for a model that
     it cannot hold.
     """
-    config = model.config
+    config, state = as_plain(model, "Hugging Face's ViTMAE", ("token",))
     if config.image_size[0] != config.image_size[1]:
         raise UserError(
             f"Hugging Face's ViTMAE reads square images, not {config.image_size[0]} x {config.image_size[1]}."
         )
-    tensors = _written(model, decoder, facts)
+    kernel, bias = "patch_embedding.weight", "patch_embedding.bias"
+    state |= {name: state[name].detach().float().clone() for name in (kernel, bias)}
+    preprocessing.fold_normalisation(state[kernel], state[bias], HALF, HALF, facts.mean, facts.std)
+    own = Layout(_NAMES["huggingface"]).write(decoder)
+    tensors = {f"vit.{name}": tensor for name, tensor in write_model(state, config, NAMES["huggingface"]).items()}
+    tensors |= {f"decoder.{name}": tensor for name, tensor in own.items()}
     found = {
         "architectures": ["ViTMAEForPreTraining"],
         "model_type": "vit_mae",
@@ -114,20 +112,7 @@ def to_huggingface(
         "norm_pix_loss": facts.normalise,
     }
     images = {"image_mean": list(facts.mean), "image_std": list(facts.std)}
-    return tensors, found, preprocessing.to_huggingface(view, config.image_size) | images
-
-
-def _written(model: VisionTransformer, decoder: Tensors, facts: DecoderFacts) -> State:
-    """Encoder and decoder in a file whose model reads images of the mean and deviation of the pixels it predicts."""
-    config, state = as_plain(model, "MAE's weights", ("token",), hybrids=False, representation=False)
-    kernel, bias = "patch_embedding.weight", "patch_embedding.bias"
-    state |= {name: state[name].detach().float().clone() for name in (kernel, bias)}
-    preprocessing.fold_normalisation(state[kernel], state[bias], HALF, HALF, facts.mean, facts.std)
-    encoder = write_model(state, config, NAMES["huggingface"])
-    own = write_decoder(decoder, "huggingface")
-    return {f"vit.{name}": tensor for name, tensor in encoder.items()} | {
-        f"decoder.{name}": tensor for name, tensor in own.items()
-    }
+    return tensors, found, preprocessing.to_huggingface(view, config.image_size[0]) | images
 
 
 def fold_pixels(decoder: Tensors, facts: DecoderFacts, mean: PerChannel, std: PerChannel) -> State:

@@ -1,4 +1,4 @@
-"""Reads and writes the official `.npz` weights. Their layouts:
+"""Reads the official `.npz` weights. Their layouts:
 
     released     google-research/vision_transformer, gs://vit_models: ViT and hybrids, a block's modules in one sequence
     linen        the same with modules numbered by class, as its code holds them in memory
@@ -12,25 +12,18 @@ The keys are in tables.toml. The defaults of these projects: tanh GELU, LayerNor
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.architecture.config import Positions
-from pipeline.architecture.pixels import RGB8
 from pipeline.base import npz
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.model.convert.layouts import NAMES, State, Weights, as_plain, read_model, write_model
+from pipeline.model.convert.layouts import NAMES, State, Weights, read_model
 from pipeline.model.convert.reading import find_bit, find_config, is_bit
 from pipeline.model.files import StrPath, naming
-from pipeline.model.resnet import ResNet
-from pipeline.model.vit import VisionTransformer
-
-Layout = Literal["released", "linen", "big_vision", "bit"]
-Arrays = Mapping[str, np.ndarray]
 
 PREFIXES = ("params/img/", "params/", "opt/target/")
 TABLE = "Transformer/posembed_input/pos_embedding"
@@ -47,12 +40,11 @@ def read_npz(path: StrPath) -> Weights:
     except UserError as error:
         raise UserError(f"{error} Download it again and compare its size.") from error
     with naming(path):
-        return from_npz(arrays)
+        return _from_arrays(arrays)
 
 
-def from_npz(arrays: Arrays) -> Weights:
-    """Like read_npz, from arrays by key. The tensors returned share no memory with the arrays."""
-    tensors, notes = _with_known_names({key: _tensor(key, array) for key, array in arrays.items()})
+def _from_arrays(arrays: Mapping[str, np.ndarray]) -> Weights:
+    tensors, notes = _with_known_names({key: _tensor(array) for key, array in arrays.items()})
     if is_bit(tensors):
         notes.append("BiT's files do not tell the image size: taken as 224")
         bit, names = find_bit(tensors, (224, 224))
@@ -68,32 +60,6 @@ def from_npz(arrays: Arrays) -> Weights:
     if config.positions == "sincos2d":
         notes.append("no positions in the file: sine-cosine, as big_vision's; image size taken as 224")
     return Weights(config, read_model(tensors, config, NAMES[layout]), {}, notes)
-
-
-def to_npz(model: VisionTransformer | ResNet, layout: Layout | None = None) -> dict[str, np.ndarray]:
-    """The model's weights in an official layout: key -> fp32 array, for np.savez(path, **arrays).
-
-    layout: None chooses one that can hold the model: bit, released if there is a class token, else big_vision.
-    Raises UserError for a model that the layout cannot hold.
-    """
-    if isinstance(model, ResNet):
-        if model.config.pixels != RGB8:
-            raise UserError(f"an .npz cannot hold a ResNet of {model.config.pixels}; format = safetensors or timm can.")
-        tensors = write_model(model.state_dict(), model.config, NAMES["bit"])
-    else:
-        layout = layout or ("released" if model.config.pool == "token" else "big_vision")
-        is_big_vision = layout == "big_vision"
-        config, state = as_plain(
-            model,
-            f"an .npz of layout {layout}",
-            pools=("gap", "map") if is_big_vision else ("token",),
-            hybrids=not is_big_vision,
-            representation=True,
-        )
-        tensors = write_model(state, config, NAMES[layout])
-        if is_big_vision:
-            tensors = {f"params/{key}": tensor for key, tensor in tensors.items()}
-    return {key: tensor.numpy() for key, tensor in tensors.items()}
 
 
 def _with_known_names(tensors: State) -> tuple[State, list[str]]:
@@ -118,16 +84,14 @@ def _with_known_names(tensors: State) -> tuple[State, list[str]]:
     return tensors, notes
 
 
-def _layout(tensors: State) -> Layout:
+def _layout(tensors: State) -> str:
     parts = {part for key in tensors for part in key.split("/")}
     if parts & {"MultiHeadDotProductAttention_1", "LayerNorm_2", "MlpBlock_3"}:
         return "released"
     return "linen" if TABLE in tensors else "big_vision"
 
 
-def _tensor(key: str, array: np.ndarray) -> Tensor:
+def _tensor(array: np.ndarray) -> Tensor:
     if array.dtype == np.dtype("V2"):  # bfloat16, which numpy does not have
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-    if array.dtype.kind not in "fiu" or array.dtype.itemsize > 8:
-        raise UserError(f'"{key}" should hold floats, but holds {array.dtype}.')
     return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))

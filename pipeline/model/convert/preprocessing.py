@@ -60,18 +60,6 @@ def field(content: Json, where: str, name: str, kind: Any, default: Any = None) 
     return default if value is None else json_record.convert(value, kind, where, name)
 
 
-def saved_pixels(pixels: Pixels) -> Plain:
-    """What is added to config.json of a model of other images than 8-bit RGB, for `pixels_in`; other programs ignore
-    it.
-    """
-    return {} if pixels == RGB8 else {"pixels": pixels.to_dict()}
-
-
-def pixels_in(config: Json) -> Pixels | None:
-    """What a model reads by its config.json; None if that does not say it. Raises UserError."""
-    return json_record.convert(config.get("pixels"), Pixels | None, "config.json", "pixels")
-
-
 def read_by(pixels: Pixels, images: Preprocessing | None) -> tuple[Pixels, Preprocessing | None]:
     """(the pixels, by this mean and deviation unless they are 8-bit RGB; these of each channel, of which a file may
     have one for all).
@@ -88,14 +76,13 @@ def read_by(pixels: Pixels, images: Preprocessing | None) -> tuple[Pixels, Prepr
     return pixels if pixels == RGB8 else replace(pixels, mean=images.mean, std=images.std), images
 
 
-def from_huggingface(processor: Json, is_scaled: bool = False) -> Preprocessing:
-    """The settings in preprocessor_config.json. is_scaled: whether `pixels` says how values are scaled to [0, 1].
-
-    Raises UserError for impossible values, and for pixels not scaled to [0, 1].
+def from_huggingface(processor: Json) -> Preprocessing:
+    """The settings in preprocessor_config.json. Raises UserError for impossible values, and for pixels not scaled to
+    [0, 1].
     """
     get = partial(field, processor, "preprocessor_config.json")
     factor = get("rescale_factor", float, 1 / 255) if get("do_rescale", bool, True) else 1.0
-    if not is_scaled and not abs(factor * 255 - 1) <= 1e-3:
+    if not abs(factor * 255 - 1) <= 1e-3:
         raise UserError(f"its images are scaled by {factor:g}; only 1/255 is supported.")
     mean, std = get("image_mean", PerChannel, HALF), get("image_std", PerChannel, HALF)
     if not get("do_normalize", bool, True):
@@ -142,43 +129,42 @@ def from_open_clip(cfg: Json) -> Preprocessing:
     return Preprocessing(view, get("mean", PerChannel, CLIP_MEAN), get("std", PerChannel, CLIP_STD))
 
 
-def to_huggingface(view: Json, image_size: tuple[int, int], pixels: Pixels = RGB8) -> Plain:
-    """The content of preprocessor_config.json, which can divide by one number alone (`written_scale`). image_size:
-    (height, width).
-    """
-    height_width = {"height": image_size[0], "width": image_size[1]}
-    divides = not written_scale(pixels)
+def to_huggingface(view: Json, side: int) -> Plain:
+    """The content of preprocessor_config.json. side: of the images, in pixels."""
+    crop = {"height": side, "width": side}
     common = {
         "do_resize": True,
         "resample": 3 if view.get("resize_filter") == "bicubic" else 2,
-        "do_rescale": divides,
-        "rescale_factor": 1 / pixels.high[0] if divides else 1.0,
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
         "do_normalize": True,
-        "image_mean": list(pixels.mean),
-        "image_std": list(pixels.std),
-        "do_convert_rgb": pixels.is_rgb8,
+        "image_mean": list(HALF),
+        "image_std": list(HALF),
+        "do_convert_rgb": True,
     }
     if view.get("eval_crop", "center") == "resize":
-        return {"image_processor_type": "ViTImageProcessor", "size": height_width, **common}
-    side = eval_resize(view, image_size)
-    size = {"shortest_edge": side}
-    if view.get("eval_crop") == "resize_center":
-        size = {name: round(pixels * side / min(image_size)) for name, pixels in height_width.items()}
-    crop = {"do_center_crop": True, "crop_size": height_width}
-    return {"image_processor_type": "BitImageProcessor", "size": size, **crop, **common}
+        return {"image_processor_type": "ViTImageProcessor", "size": crop, **common}
+    resize = eval_resize(view, (side, side))
+    is_square = view.get("eval_crop") == "resize_center"
+    size = {"height": resize, "width": resize} if is_square else {"shortest_edge": resize}
+    return {
+        "image_processor_type": "BitImageProcessor",
+        "size": size,
+        "do_center_crop": True,
+        "crop_size": crop,
+        **common,
+    }
 
 
-def to_timm(view: Json, image_size: tuple[int, int], pixels: Pixels = RGB8) -> Plain:
-    """The fields of timm's `pretrained_cfg` about images, whose values it scales as `written_scale` says. image_size:
-    (height, width).
-    """
+def to_timm(view: Json, image_size: tuple[int, int]) -> Plain:
+    """The fields of timm's `pretrained_cfg` about images. image_size: (height, width)."""
     crop, side = view.get("eval_crop", "center"), min(image_size)
     resize = side if crop == "resize" else eval_resize(view, image_size)
     share = side / resize
     return {
-        "input_size": [pixels.num_channels, *image_size],
-        "mean": list(pixels.mean),
-        "std": list(pixels.std),
+        "input_size": [3, *image_size],
+        "mean": list(HALF),
+        "std": list(HALF),
         "interpolation": "bicubic" if view.get("resize_filter") == "bicubic" else "bilinear",
         # timm divides the side by it and rounds down.
         "crop_pct": share if int(side / share) == resize else side / (resize + 0.5),
@@ -199,33 +185,6 @@ def written_filter(view: Json) -> str:
     return (
         f"it resizes images by Pillow's bilinear filter, and evaluation here by resize_filter = {own}, which it does"
         " not have: its scores are those of launch/evaluate.py with resize_filter=antialias"
-    )
-
-
-def written_scale(pixels: Pixels, is_timm: bool = False) -> str:
-    """Says how values are to be scaled that Hugging Face's processors cannot scale, or timm's, which divide `uint8` by
-    255; "" if they can.
-    """
-    is_clipped = pixels.is_clipped or pixels.batch_type == "float32"
-    if {*pixels.low} == {0} and len({*pixels.high}) == 1 and not is_clipped and (not is_timm or pixels.type == "uint8"):
-        return ""
-    return (
-        "it cannot say how values are scaled: give it (clip(value, low, high) - low) / (high - low), of low ="
-        f" {list(pixels.low)} and high = {list(pixels.high)} for {', '.join(pixels.channels)}"
-    )
-
-
-def written_crop(view: Json, image_size: tuple[int, int]) -> str:
-    """Says what `to_huggingface` cannot write of a central crop that is not square; "" if it can. image_size: (height,
-    width).
-    """
-    height, width = image_size
-    if height == width or view.get("eval_crop", "center") != "center":
-        return ""
-    return (
-        f"it makes the short side of an image {eval_resize(view, image_size)} px and fills with black what is then"
-        f" missing of {height} x {width} px, where evaluation here makes the image cover it: resize images yourself, or"
-        " train with augment.eval_crop=resize"
     )
 
 

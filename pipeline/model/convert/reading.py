@@ -37,9 +37,9 @@ def find_config(tensors: Tensors, names: Names, told: Plain, without_table: Posi
     """The configuration, from the tensors' shapes. Contradictions between them are found when the tensors are read.
 
     told: the fields that the tensors do not tell, from the configuration file or the project's defaults. Of these may
-    be None: num_heads (from the tensors, else of the named size that they fit), image_size (the grid is square) and
-    pixels (8-bit RGB, or of channels that no file names). pool is of a model with a class token, layer_scale of one
-    with LayerScale. without_table: the positions if the file has none; None: refused.
+    be None: num_heads (from the tensors, else of the named size that they fit) and image_size (the grid is square).
+    pool is of a model with a class token, layer_scale of one with LayerScale. without_table: the positions if the file
+    has none; None: refused.
     """
     depth = count_blocks(tensors, names)
     layout = Layout(names, stem := find_stem(tensors, names))
@@ -85,7 +85,7 @@ def find_config(tensors: Tensors, names: Names, told: Plain, without_table: Posi
         "positions": without_table if rows is None else "learned",
         "stem": stem,
         "swiglu": gated,
-        "pixels": told.get("pixels") or Pixels.of_unknown(num_channels),
+        "pixels": Pixels.of_unknown(num_channels),
         "layer_scale": told.get("layer_scale") if has("blocks.*.attention.out.scale") else None,
         "qkv_bias": "qkv" if layout.flax else biases.get(num_biases, "qkv"),
         "out_bias": layout.flax or has("blocks.*.attention.out.bias"),
@@ -93,12 +93,11 @@ def find_config(tensors: Tensors, names: Names, told: Plain, without_table: Posi
         "embedding_norm": has("embedding_norm"),
         "qk_norm": has("blocks.*.attention.query_norm"),
         "pool_norm": pool_norm,
-        "class_norm": has("class_norm"),
     }
     return ViTConfig(**told | found)
 
 
-def find_bit(tensors: Tensors, image_size: Size, pixels: Pixels | None = None) -> tuple[ResNetConfig, Names]:
+def find_bit(tensors: Tensors, image_size: Size) -> tuple[ResNetConfig, Names]:
     """(configuration, names) of a BiT, whose tensors do not tell the image size. Raises UserError for an impossible
     one.
     """
@@ -107,7 +106,7 @@ def find_bit(tensors: Tensors, image_size: Size, pixels: Pixels | None = None) -
     width, channels, *_ = shape_of(tensors, layout, "root.weight", 4)
     has_head = layout.keys("head.bias")[0] in tensors
     classes = shape_of(tensors, layout, "head.bias", 1)[0] if has_head else 0
-    pixels = pixels or Pixels.of_unknown(3 if layout.flax else channels)
+    pixels = Pixels.of_unknown(3 if layout.flax else channels)
     return ResNetConfig(units, width, image_size, classes, pixels=pixels), names
 
 
@@ -144,8 +143,6 @@ def shape_of(tensors: Tensors, layout: Layout, name: str, num_axes: int) -> tupl
     shape = found = tuple(tensors[key].shape)
     if len(found) != num_axes:
         raise UserError(f'"{key}" should have {num_axes} axes, but is {found}.')
-    if 0 in found and name != "positions":
-        raise UserError(f'"{key}" {found} is empty.')
     if layout.flax and name.endswith("weight"):
         shape = (found[3], found[2], *found[:2]) if len(found) == 4 else found[::-1]
     return shape
@@ -189,8 +186,7 @@ def _image_size(hint: Size | None, cell: int, layout: Layout, rows: int | None, 
 
 
 def sizes_of(config: ViTConfig) -> Plain:
-    """The fields of config.json that all families have."""
-    height, width = config.image_size
+    """The fields of config.json that all families have, whose images are square."""
     return {
         "hidden_size": config.width,
         "num_hidden_layers": config.depth,
@@ -198,9 +194,9 @@ def sizes_of(config: ViTConfig) -> Plain:
         "intermediate_size": config.mlp_width,
         "hidden_act": HIDDEN_ACTS[config.gelu],
         "layer_norm_eps": config.layer_norm_eps,
-        "image_size": height if height == width else [height, width],
+        "image_size": config.image_size[0],
         "patch_size": config.patch_size,
-        "num_channels": config.pixels.num_channels,
+        "num_channels": 3,
     }
 
 

@@ -5,15 +5,12 @@ Their defaults: erf GELU, LayerNorm eps 1e-6.
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from pipeline.architecture.config import Config, Pool, Positions, ResNetConfig, Size, ViTConfig, stem_reduction
-from pipeline.architecture.variants import RESNET_UNITS, VARIANTS
+from pipeline.architecture.config import Config, Positions, Size, ViTConfig, stem_reduction
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.convert import preprocessing
@@ -23,7 +20,6 @@ from pipeline.model.convert.layouts import (
     State,
     Weights,
     as_plain,
-    move_patch_bias,
     read_model,
     write_model,
 )
@@ -57,17 +53,18 @@ _LEFT_OUT = ("fc.", "local_cls_norm.")
 
 
 class _Rope(NamedTuple):
-    """How a model of timm rotates: by default two neighbouring channels at a time."""
+    """How a model of timm rotates: two neighbouring channels at a time, but DINOv3 two that are half a head apart, as
+    ours.
+    """
 
     base: float
     side: int | None  # rope_side; None is DINOv3's
     has_x_first: bool = False
-    is_half: bool = False  # channels half a head apart are rotated together, as ours and DINOv3's
 
 
 # What is in the names of timm's models with it; the last are naver-ai/rope-vit's.
 _ROPES = {
-    "dinov3|lingbot": _Rope(100.0, None, is_half=True),
+    "dinov3|lingbot": _Rope(100.0, None),
     r"^eva02_|_rope_reg\d": _Rope(10000.0, 16),
     r"_rope_(ape_)?\d": _Rope(100.0, 0, True),
 }
@@ -85,10 +82,9 @@ def from_timm(tensors: State, config: Json, notes: list[str]) -> Weights:
     extra: Plain = {"classes": classes} if classes else {}
     images = preprocessing.from_timm(cfg) if cfg else None
     size = pair("model_args.img_size", args("img_size", int | list[int], images and images.view["image_size"]))
-    pixels = preprocessing.pixels_in(config)
     if is_bit(tensors):
         notes.append("BiT's tensors do not tell the image size: " + ("as config.json" if size else "taken as 224"))
-        bit, names = find_bit(tensors, size or (224, 224), pixels)
+        bit, names = find_bit(tensors, size or (224, 224))
         return with_images(bit, read_model(tensors, bit, names), images, extra, notes)
 
     name = architecture = get("architecture", str, "")
@@ -111,7 +107,10 @@ def from_timm(tensors: State, config: Json, notes: list[str]) -> Weights:
     for parts, joined in _JOINED.items():
         join(tensors, parts, joined)
     tensors.pop("rope_embed.periods", None)  # of the base 100 in all of DINOv3's models
-    rope = _rope_of(name, args)
+    rope = next((rope for pattern, rope in _ROPES.items() if re.search(pattern, name)), None)
+    changed = [key for key in get("model_args", dict, {}) if key.startswith(("rope_", "ref_feat_"))]
+    if rope is not None and changed:
+        raise UserError(f"its model_args change the rotation ({changed[0][:100]}), which is not supported.")
 
     pools = args("global_pool", str), get("global_pool", str)
     pool = pools[0] or pools[1] or "token"
@@ -143,31 +142,12 @@ def from_timm(tensors: State, config: Json, notes: list[str]) -> Weights:
         "rope_side": rope and rope.side,
         "layer_scale": args("init_values", float, 1.0),
         "pool": "mean" if pool == "avg" else "token",
-        "pixels": pixels,
     }
     without_table: Positions | None = "none" if rope or args("pos_embed", str) in ("none", "") else None
     weights = read_vit(tensors, NAMES["timm"], told, images, extra, notes, without_table)
-    if rope is not None and not (rope.is_half and not rope.has_x_first):
+    if rope is not None and rope.side is not None:
         _exchange_channels(weights.state, weights.config, rope)
     return weights
-
-
-def _rope_of(name: str, args: Callable[..., Any]) -> _Rope | None:
-    """The rotation of timm's model of this name, with these arguments; None if it has none."""
-    rope = next((rope for pattern, rope in _ROPES.items() if re.search(pattern, name)), None)
-    if rope is None:
-        return None
-    sides, kind = pair("model_args.ref_feat_shape", args("ref_feat_shape", int | list[int])), args("rope_type", str)
-    if kind not in (None, "cat", "dinov3") or (sides is not None and sides[0] != sides[1]):
-        raise UserError(f"its rotation is of the type {kind or 'cat'}, on a grid of {sides}, which is not supported.")
-    side = sides[0] if sides else 0 if kind and rope.side is None else rope.side
-    grid = args("rope_grid_indexing", str)
-    return _Rope(
-        args("rope_temperature", float, rope.base),
-        None if kind == "dinov3" else side,
-        grid == "xy" if grid else rope.has_x_first,
-        args("rope_rotate_half", bool, rope.is_half),
-    )
 
 
 def _exchange_channels(state: State, config: Config, rope: _Rope) -> None:
@@ -177,7 +157,7 @@ def _exchange_channels(state: State, config: Config, rope: _Rope) -> None:
     """
     assert isinstance(config, ViTConfig)
     pairs = torch.arange(config.head_dim // 2).roll(config.head_dim // 4 if rope.has_x_first else 0)
-    head = torch.cat([pairs, pairs + config.head_dim // 2] if rope.is_half else [2 * pairs, 2 * pairs + 1])
+    head = torch.cat([2 * pairs, 2 * pairs + 1])
     rows = (torch.arange(0, config.width, config.head_dim)[:, None] + head).flatten()
     for name, tensor in state.items():
         if name.endswith((".query_norm.weight", ".query_norm.bias", ".key_norm.weight", ".key_norm.bias")):
@@ -195,12 +175,12 @@ def _place_positions(tensors: State, size: Size | None, notes: list[str]) -> Non
     Patches are those of the image size; without one, a class token has no row if the number of rows is a square.
     """
     table, registers, kernel = (tensors.get(key) for key in ("pos_embed", "reg_token", "patch_embed.proj.weight"))
-    if table is None or kernel is None or table.ndim != 3 or kernel.ndim != 4 or not kernel.numel():
+    if table is None or kernel is None or table.ndim != 3:
         return
     side = kernel.shape[-1] * stem_reduction(find_stem(tensors, NAMES["timm"]))
     has_token = int("cls_token" in tensors)
     patches = None if size is None else math.prod(pixels // side for pixels in size)
-    extra = registers.shape[1] if registers is not None and registers.ndim == 3 else 0
+    extra = 0 if registers is None else registers.shape[1]
     if patches and extra and table.shape[1] == has_token + extra + patches:
         token, own, rest = table.split([has_token, extra, patches], dim=1)
         table = torch.cat([token, rest], dim=1)
@@ -215,90 +195,40 @@ def _place_positions(tensors: State, size: Size | None, notes: list[str]) -> Non
 def to_timm(model: VisionTransformer | ResNet, classes: list[str] | None, view: Json) -> tuple[State, Plain]:
     """(state dict, config.json) as timm.create_model("local-dir:FOLDER", pretrained=True) reads them.
 
-    Raises UserError for a model that timm does not have.
+    Raises UserError for a model that timm's ViT cannot hold.
     """
-    if isinstance(model, ResNet):
-        tensors = write_model(model.state_dict(), model.config, NAMES["timm_bit"])
-    else:
-        tensors = _vit_to_timm(model)
-    architecture, args = timm_architecture(model.config)
-    found = {
-        "architecture": architecture,
-        "num_classes": model.config.num_classes,
-        "num_features": model.config.num_features if isinstance(model, ResNet) else model.config.width,
-        "model_args": args,
-        "pretrained_cfg": {
-            **preprocessing.to_timm(view, model.config.image_size, model.config.pixels),
-            "num_classes": model.config.num_classes,
-            "custom_load": False,
-        },
-        **preprocessing.saved_pixels(model.config.pixels),
-    }
-    return tensors, {**found, **({"label_names": classes} if classes else {})}
-
-
-def _vit_to_timm(model: VisionTransformer) -> State:
-    """The state dict of timm's ViT. Raises UserError for a model that it cannot hold."""
-    holds = {"layer_scale", "registers", "qk_norm", "pool_norm", "swiglu", "pixels", "embedding_norm"}
-    pools: tuple[Pool, ...] = ("token", "gap", "map", "mean")
-    config, state = as_plain(model, "timm's ViT", pools, hybrids=True, representation=False, holds=frozenset(holds))
-    others = [config.pool == "map", config.stem is not None, config.embedding_norm]
-    if (config.swiglu and any(others)) or all(others[1:]):
-        raise UserError(
-            "timm has no ViT with two of SwiGLU, a ResNet stem and a norm before the blocks, nor SwiGLU and attention"
-            " pooling; format = safetensors can hold it."
-        )
-    if config.swiglu and config.layer_scale is None:  # timm's model with it has this too
-        config = replace(config, layer_scale=1.0)
-        layers = [f"blocks.{i}.{part}" for i in range(config.depth) for part in ("attention.out", "mlp.down")]
-        state |= {f"{layer}.scale": torch.ones(config.width) for layer in layers}
-    if config.embedding_norm:
-        move_patch_bias(state, config.num_patches)
+    holds = frozenset({"layer_scale", "registers", "qk_norm", "pool_norm"})
+    config, state = as_plain(model, "timm's ViT", ("token", "gap", "map", "mean"), holds=holds)
     tensors = write_model(state, config, NAMES["timm"])
     # timm adds none to the class token of such a model
     if config.registers and config.has_class_token:
         positions = tensors["pos_embed"]
         tensors |= {"cls_token": tensors["cls_token"] + positions[:, :1], "pos_embed": positions[:, 1:].clone()}
-    return tensors
-
-
-def timm_architecture(config: Config) -> tuple[str, Plain]:
-    """(name of a timm model, arguments that change it to this model). Raises UserError if timm has none."""
-    channels = {"in_chans": config.pixels.num_channels} if config.pixels.num_channels != 3 else {}
-    if isinstance(config, ResNetConfig):
-        layers = next((layers for layers, units in RESNET_UNITS.items() if units == config.units), 0)
-        if (name := f"{layers}x{config.width / 64:g}") not in TABLES["timm"]["bits"]:
-            known = ", ".join(TABLES["timm"]["bits"])
-            raise UserError(f"timm has no BiT of units {config.units} and width {config.width}; it has {known}.")
-        return f"resnetv2_{name}_bit", channels
-    D, M = config.width, (2 if config.swiglu else 1) * config.mlp_width
-    args: Plain = {
+    args = {
         "img_size": list(config.image_size),
         "patch_size": config.patch_size,
-        "embed_dim": D,
+        "embed_dim": config.width,
         "depth": config.depth,
         "num_heads": config.num_heads,
-        "mlp_ratio": M / D if int(D * (M / D)) == M else (M + 0.5) / D,
-        # With 0, timm's ViT has no LayerScale.
-        "init_values": None if config.layer_scale is None else config.layer_scale or 1.0,
+        "mlp_ratio": (config.mlp_width + 0.5) / config.width,  # timm rounds the product with the width down
+        "init_values": config.layer_scale,
         "reg_tokens": config.registers,
         "no_embed_class": config.registers > 0,
         "qk_norm": config.qk_norm,
         "class_token": config.has_class_token,
         "global_pool": {"gap": "avg", "mean": "avg"}.get(config.pool, config.pool),
         "fc_norm": config.pool_norm,
-        **channels,
+        "act_layer": {"erf": "gelu", "tanh": "gelu_tanh", "quick": "quick_gelu"}[config.gelu],
     }
-    if not config.swiglu:
-        args["act_layer"] = {"erf": "gelu", "tanh": "gelu_tanh", "quick": "quick_gelu"}[config.gelu]
-    if config.stem is not None:
-        if (units := ",".join(map(str, config.stem))) not in (hybrids := TABLES["timm"]["hybrids"]):
-            raise UserError(f"timm has no hybrid whose ResNet has units {units}; format = safetensors can hold it.")
-        return hybrids[units], args
-    if config.swiglu:
-        return "vit_giant_patch14_dinov2", args
-    if config.embedding_norm:
-        return "vit_base_patch16_clip_224", args  # which has such a norm
-    size = next((name for name, variant in VARIANTS.items() if variant[:3] == (D, config.depth, M)), "B")
-    # any name will do: the arguments override it
-    return TABLES["timm"]["names"].get(f"{size}/{config.patch_size}", "vit_base_patch16_224"), args
+    found = {
+        "architecture": "vit_base_patch16_224",  # any ViT: the arguments override it
+        "num_classes": config.num_classes,
+        "num_features": config.width,
+        "model_args": args,
+        "pretrained_cfg": {
+            **preprocessing.to_timm(view, config.image_size),
+            "num_classes": config.num_classes,
+            "custom_load": False,
+        },
+    }
+    return tensors, {**found, **({"label_names": classes} if classes else {})}

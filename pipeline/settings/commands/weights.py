@@ -28,7 +28,7 @@ Drawing = Literal[
 # For launch/choose.py: with 40,000 images, the similarities of all pairs take 6.4 GB.
 MAX_CANDIDATES = 40_000
 # Formats of export that are one file.
-_FILE_SUFFIXES = {"safetensors": ".safetensors", "npz": ".npz", "onnx": ".onnx"}
+_FILE_SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx"}
 DRAWINGS: tuple[Drawing, ...] = get_args(Drawing)
 
 
@@ -122,14 +122,13 @@ class ExportConfig(Settings):
 
     weights: PathText
     """Weights: a run, a checkpoint, other projects', or OWNER/NAME on the Hugging Face hub (docs/weights.md)"""
-    format: Literal["auto", "safetensors", "timm", "huggingface", "npz", "onnx", "huggingface_mae"] = "auto"
-    """safetensors: our format; timm, huggingface: folders that these libraries load; npz: of vision_transformer and
-    BiT, or big_vision's without a class token; onnx: a graph, with a script that predicts classes by it;
-    huggingface_mae: MAE with its decoder, as transformers load it. auto: by the suffix of out (.safetensors, .npz,
-    .onnx)
+    format: Literal["auto", "safetensors", "timm", "huggingface", "onnx", "huggingface_mae"] = "auto"
+    """safetensors: our format; timm, huggingface: folders that these libraries load; onnx: a graph, with a script that
+    predicts classes by it; huggingface_mae: MAE with its decoder, as transformers loads it. auto: by the suffix of out
+    (.safetensors, .onnx)
     """
     out: PathText = setting(output="new")
-    """File (.safetensors, .npz, .onnx), or for timm, huggingface and huggingface_mae a new folder"""
+    """File (.safetensors, .onnx), or for timm, huggingface and huggingface_mae a new folder"""
     image_size: ImageSize | None = None
     """Size of the input images in pixels: a side, or height x width; null is the weights' own."""
     head: bool = True
@@ -147,7 +146,7 @@ class ExportConfig(Settings):
             return found
         raise UserError(
             f"out = {as_typed(self.out)} does not say the format. Set format=timm, huggingface or huggingface_mae for a"
-            " folder, or end the name of a file in .safetensors, .npz or .onnx."
+            " folder, or end the name of a file in .safetensors or .onnx."
         )
 
     def check(self) -> None:

@@ -29,7 +29,6 @@ from pipeline.checkpoint.store import Counters
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.estimate import memory
 from pipeline.estimate.plan import Plan
-from pipeline.model import rope
 from pipeline.model.resnet import PreActivationUnit, Stem
 from pipeline.model.vit import Block, DropPath
 from pipeline.monitor.profile import StepClock
@@ -154,7 +153,6 @@ class Engine:
             self.optimizer, step, lr, optimizers.weight_decay(self.optimizer_config, step, self.num_steps)
         )
         self.objective.before_step(step)
-        rope.draw(self.objective.backbone, self.seed, step)
 
     def seed_dropout(self, micro_batch: int) -> None:
         """Seed torch from (seed, step, rank, micro-batch), so that a resumed run draws the same numbers."""
