@@ -1,7 +1,7 @@
 """Command: score the features of each place of an image by segmentation. See `pipeline/evaluate/segmentation/run.py`.
 
 Train a linear layer on the patch tokens of frozen weights to tell the class of each pixel, and score it on held-out
-images: mIoU with its interval. It measures what a score of whole images
+images: mIoU with its interval. apply=... writes the masks of other images. It measures what a score of whole images
 does not: whether features say where things are. Runs in one process, on a GPU or a CPU.
 
   python launch/segment.py weights=runs/photos source=photos masks=masks image_size=512

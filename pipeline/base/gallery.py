@@ -5,14 +5,17 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from pipeline.base.errors import UserError
+from pipeline.base.page import add_legend
 from pipeline.base.words import counted, shorten
 
 DPI = 150  # of the PNGs
@@ -52,16 +55,18 @@ def gallery(
     title: str,
     note: str = "",
     bar: str = "",
+    legend: Sequence[tuple[str, Any]] = (),
 ) -> Figure:
     """Tiles in rows; None leaves a place empty. bar: label of a colour bar from 0 to the largest value; empty for none.
 
+    legend: (name, colour) of each square at the foot of the page.
     Raises UserError for more rows than a picture can have.
     """
     columns = max(*map(len, rows), 3, math.ceil(0.088 * len(title) / _PLACE))
     width = columns * _PLACE
     note = textwrap.fill(note, int(width / 0.063))
     num_lines = sum(max((len(tile.wrapped) for tile in row if tile), default=0) for row in rows)
-    foot = note.count("\n") + 4 + 6 * bool(bar)
+    foot = note.count("\n") + 4 + 6 * bool(bar) + 2 * len(legend) / columns
     # Of its width, for a row of wide images.
     heights = [min(1.0, max((tile.height for tile in row if tile), default=1.0)) for row in rows]
     height = sum(heights) * _PLACE + (num_lines + foot) * _LINE
@@ -85,7 +90,12 @@ def gallery(
             axis.set(xticks=[], yticks=[])
             axis.spines[:].set_color(tile.colour or "0.6")
             axis.spines[:].set_linewidth(2.0 if tile.colour else 0.5)
-    figure.supxlabel(note, x=0.01, ha="left", fontsize=TEXT, color=GREY, parse_math=False)
+    if legend:
+        squares = [Patch(color=colour, label=shorten(name, LINE_CHARACTERS - 4)) for name, colour in legend]
+        look = {"loc": "outside lower left", "alignment": "left", "ncols": columns - 1, "fontsize": TEXT}
+        add_legend(figure, handles=squares, title=note, title_fontsize=TEXT, **look)
+    else:
+        figure.supxlabel(note, x=0.01, ha="left", fontsize=TEXT, color=GREY, parse_math=False)
     if bar:
         scale = ScalarMappable(Normalize(0, 1), MAP)
         colours = figure.colorbar(scale, ax=places, location="bottom", ticks=[0, 1], aspect=40)

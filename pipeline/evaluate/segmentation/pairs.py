@@ -4,6 +4,7 @@ Shapes: H, W height and width, C channels, K classes.
 """
 
 import hashlib
+import io
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 import numpy as np
+from matplotlib.colors import hsv_to_rgb
 from PIL import Image
 
 from pipeline.architecture.pixels import RGB8, Pixels
@@ -85,10 +87,27 @@ class MaskClasses:
         """The values as text."""
         return [value_text(value) for value in self.values.tolist()]
 
+    def colours(self) -> np.ndarray:
+        """uint8 (K, 3): those of the masks, or some that differ where the masks have numbers."""
+        if self.values[0] >= _COLOUR:
+            return np.stack([self.values >> 16 & 255, self.values >> 8 & 255, self.values & 255], 1).astype(np.uint8)
+        # Hues at steps of the golden ratio: neighbours differ, whatever their number.
+        places = np.arange(len(self.values))
+        hsv = np.stack([places * 0.618034 % 1, 0.85 - 0.3 * (places % 3 == 1), 0.95 - 0.3 * (places % 3 == 2)], 1)
+        return (hsv_to_rgb(hsv) * 255).round().astype(np.uint8)
+
     def numbers(self, mask: np.ndarray) -> np.ndarray:
         """int32 (H, W) values -> int16 (H, W) numbers of classes, NO_CLASS where there is none."""
         places = np.searchsorted(self.values, mask).clip(max=len(self.values) - 1)
         return np.where(self.values[places] == mask, places, NO_CLASS).astype(np.int16)
+
+    def encoded(self, numbers: np.ndarray) -> bytes:
+        """int16 (H, W) numbers of classes -> a PNG that `decode_mask` reads as their values."""
+        kind = np.uint8 if self.values[-1] < 256 else np.uint16
+        values = self.colours() if self.values[0] >= _COLOUR else self.values.astype(kind)
+        image = Image.fromarray(values[numbers])
+        image.save(buffer := io.BytesIO(), "PNG")
+        return buffer.getvalue()
 
 
 def find_classes(found: Iterable[int], ignore: Sequence[str]) -> MaskClasses:

@@ -10,13 +10,20 @@ import numpy as np
 from safetensors.torch import save
 from torch import nn
 
+from pipeline.architecture.pixels import Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
+from pipeline.base.files import remove_unfinished
+from pipeline.base.gallery import DPI, Tile, folded, gallery
 from pipeline.base.metric import metric_of
+from pipeline.base.page import png
 from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted
 from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.storage.atomic import write_files
+from pipeline.data.dataset.split import Split
+from pipeline.data.loading.shard_reader import ShardReader
+from pipeline.data.loading.values import to_rgb
+from pipeline.data.storage.atomic import replacing, write_files
 from pipeline.evaluate import architecture
 from pipeline.evaluate.adhoc_split import is_dataset
 from pipeline.evaluate.loaded_model import (
@@ -38,7 +45,9 @@ from pipeline.evaluate.segmentation.linear import (
 from pipeline.evaluate.segmentation.pairs import (
     MaskClasses,
     MaskedPairs,
+    decode_whole,
     in_order,
+    open_named,
     open_pairs,
     pair_reader,
     scan,
@@ -51,16 +60,20 @@ from pipeline.monitor.tracking import send_report
 from pipeline.process.outputs import hold
 from pipeline.process.waits import Work, worked
 from pipeline.settings.commands.segment import SegmentConfig
+from pipeline.settings.commands.weights import LookConfig
 
-_RESULTS, _HEAD = "segmentation.json", "head.safetensors"
+_RESULTS, _HEAD, _SHEET, _MASKS = "segmentation.json", "head.safetensors", "sheet.png", "predicted_masks"
 # Folders that name a part of a data set, and not the data set; and the part that is held out of the images.
 _SPLITS, _HELD_OUT = {"train", "training", "val", "validation", "test"}, "held-out"
 # Steps after which the loss is read from the device.
 _STEPS_BETWEEN_LOOKS = 20
+# The longest side of a picture of a sheet, and the number of classes that it names.
+_SIDE, _MAX_NAMED = 360, 24
 
 
 def run(config: SegmentConfig) -> dict[str, Any]:
-    """Train and score the layer and print its mIoU; returns the content of segmentation.json.
+    """Train and score the layer, print its mIoU, and write the masks of other images; returns the content of
+    segmentation.json.
 
     Its keys include miou and interval, in [0, 1]. Raises UserError for a user's mistake before anything is written.
     """
@@ -72,6 +85,7 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     learnt, scored = open_pairs(config, loaded.pixels)
     folder = output_folder(config.out, config.weights, "segment", "-".join(_scored_on(config)), holds="segmentation")
     hold(folder)
+    others = open_others(config, folder / _MASKS, loaded.pixels) if config.apply else None
     remedy = "Check the images and masks, or raise max_bad_share."
     budget = BadBudget(config.max_bad_share, "max_bad_share", remedy, config.least_bad)
     classes = scan(config, budget, learnt, scored)
@@ -124,6 +138,9 @@ def run(config: SegmentConfig) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     write_files(folder, contents, mark=_RESULTS)
     print(f"mIoU {_in_words(found)}; {folder / _RESULTS}")
+    if others is not None:
+        write_masks(config, *others, folder, loaded, head, classes, replace(budget, least=LookConfig.least_bad))
+        contents[_SHEET] = None
     if origin is not None:
         masks = json.dumps([scored.names, counts[:, 2].sum(0).tolist(), scored.images.shard_bytes.tolist()])
         digest = hashlib.sha256(masks.encode()).hexdigest()[:16]
@@ -247,3 +264,69 @@ def _refuse(problems: dict[int, str], pairs: MaskedPairs, budget: BadBudget) -> 
         raise UserError(excess)
     if len(problems) == len(pairs):
         raise UserError(f"none of the {counted(len(pairs), 'pair')} can be read; {pairs.names[0]}: {problems[0]}.")
+
+
+def open_others(config: SegmentConfig, folder: Path, model: Pixels) -> tuple[Split, Pixels, dict[str, int]]:
+    """The images of `config.apply`, whose masks are to be written into `folder`; how the model reads them; and name of
+    each predicted mask, a path below `folder` without suffix -> row.
+
+    model: what the weights read. Raises UserError for names that are not unique, images that
+    the model cannot read, and if masks that are read are in the folder.
+    """
+    opened, names = open_named(config, "apply", config.apply_split, config.exclude, model=model)
+    target, apply = folder.resolve(), f"apply = {', '.join(config.apply)}"
+    for place in (*config.images, *config.masks, *config.val_source, *config.val_masks, *config.apply):
+        if "://" not in place and Path(place).resolve().is_relative_to(target):
+            raise UserError(f"apply writes masks into {folder}, where {place} is read. Set another out.")
+    return opened.split, model.reading(opened.split.pixels, config.weights, apply), names
+
+
+def write_masks(
+    config: SegmentConfig,
+    images: Split,
+    pixels: Pixels,
+    names: dict[str, int],
+    folder: Path,
+    loaded: LoadedModel,
+    head: nn.Module,
+    classes: MaskClasses,
+    budget: BadBudget,
+) -> None:
+    """Write the predicted mask of each image, as a PNG with the values of the masks learnt from, and a sheet of the
+    first.
+
+    images, pixels, names: of `open_others`. Raises UserError for more images that cannot be read than the budget
+    allows, and if none can be.
+    """
+    files = {row: folder / _MASKS / f"{name}.png" for name, row in names.items()}
+    for parent in {file.parent for file in files.values()}:
+        remove_unfinished(parent, {file.name for file in files.values()})
+    reader, problems = ShardReader(images), dict[int, str]()
+    tiles: tuple[list[Tile], list[Tile]] = [], []
+    colours, seen = classes.colours(), np.zeros(len(classes.values), np.int64)
+
+    def read(row: int) -> np.ndarray:
+        return decode_whole(reader.read(row), pixels, loaded.pixels)[0]
+
+    for row, image in worked(in_order(read, files, config.threads), "predicting masks", len(files)):
+        if isinstance(image, str):
+            problems[row] = image
+            continue
+        numbers, file = segment(image, loaded, head, config), files[row]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as out:
+            out.write(classes.encoded(numbers))
+        if len(tiles[0]) < config.num_drawn:
+            step = -(-max(numbers.shape) // _SIDE)
+            tiles[0].append(Tile(to_rgb(image[::step, ::step], loaded.pixels).copy(), [file.stem]))
+            tiles[1].append(Tile(colours[numbers[::step, ::step]]))
+            seen += np.bincount(numbers.ravel(), minlength=len(seen))
+    print_unreadable(problems, images.keys, "no mask")
+    if excess := budget.excess(problems, images, len(files)) or "no image of apply can be read" * (not tiles[0]):
+        raise UserError(excess)
+    named = [number for number in np.argsort(-seen, kind="stable")[:_MAX_NAMED].tolist() if seen[number]]
+    legend = [(classes.names[number], colours[number] / 255) for number in named]
+    note = "Images, and below each the mask that a linear layer on frozen patch tokens predicts."
+    figure = gallery(folded(tiles), f"Masks by {config.weights}", note, legend=legend)
+    write_files(folder, {_SHEET: png(figure, DPI, loaded.pixels.describe_shown())}, mark=_SHEET)
+    print(f"{counted(len(files) - len(problems), 'mask')}: {folder / _MASKS}; look at {folder / _SHEET}")

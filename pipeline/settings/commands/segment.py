@@ -51,6 +51,14 @@ class SegmentConfig(GroupsConfig, GivenConfig, WeightsConfig, MlflowConfig):
     """Seed of the order, the crops and the layer."""
     batch: Batch = 8
     """Windows per forward pass of the score."""
+    apply: list[PathText] = []
+    """Images without masks, files and folders or one data set: their predicted masks are written into predicted_masks/
+    of the results.
+    """
+    num_drawn: PositiveInt = setting(16, needs="apply")
+    """The first images of apply that sheet.png shows with their masks."""
+    apply_split: str = setting("test", needs="apply")
+    """If apply is a data set: its split."""
     out: PathText = setting("", output="folder", holds="segmentation")
     """Folder of the results; empty is <run>/segment/<data>-<split>, <run>/segment/<step>-... for one of its
     checkpoints, and runs/segment/<weights>-... for others (refused if it holds those of other weights of this name).

@@ -55,7 +55,7 @@ class WeightsConfig(Settings):
     # How many unreadable images are allowed whatever their share, unless that is 0.
     least_bad: ClassVar[int] = 1
     max_bad_share: Share = 0.001
-    """Share of unreadable images above which the command stops; predict, features, choose and explain
+    """Share of unreadable images above which the command stops; predict, features, choose, explain and segment's apply
     allow at least 10, unless it is 0.
     """
     batch: Batch = 64

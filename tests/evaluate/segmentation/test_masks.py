@@ -62,7 +62,7 @@ def test_a_colour_is_a_value(mode: str) -> None:
     assert [value_text(value) for value in found[0].tolist()] == ["#ff8000", "#000007"]
     assert [parse_value("#ff8000"), parse_value("#000007")] == found[0].tolist()
     classes = find_classes(found[0].tolist(), [])
-    assert classes.names == ["#000007", "#ff8000"]
+    assert classes.colours().tolist() == [[0, 0, 7], [255, 128, 0]]
     assert parse_value("7") != parse_value("#000007"), "a number is no colour"
 
 
@@ -83,6 +83,7 @@ def test_classes_are_the_values_that_occur() -> None:
     numbers = classes.numbers(np.array([[0, 3, 7], [255, 8, 2]], np.int32))
     assert numbers.dtype == np.int16
     assert numbers.tolist() == [[NO_CLASS, 0, 1], [NO_CLASS, NO_CLASS, NO_CLASS]]
+    assert len({tuple(colour) for colour in find_classes(range(150), []).colours().tolist()}) == 150
 
 
 def test_too_few_and_too_many_classes() -> None:

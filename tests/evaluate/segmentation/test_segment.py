@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from block_pairs import Write, settings
+from block_pairs import COLOURS, Write, settings
 from PIL import Image
 from safetensors import safe_open
 
@@ -33,14 +33,14 @@ def test_from_images_to_mlflow(write_pairs: Write, weights: Path, database: Path
     places, out, uri = write_pairs(24), tmp_path / "out", f"sqlite:///{tmp_path / 'mlflow.db'}"
     (tmp_path / "mlflow.db").write_bytes(database.read_bytes())
     (places[0] / "part.1/1.png").write_bytes(b"no image")
-    scores = run.run(command(weights, places, out, f"mlflow={uri}", "steps=60"))
+    scores = run.run(command(weights, places, out, f"mlflow={uri}", f"apply={places[0]}", "steps=60"))
     assert scores["miou"] > 0.7
     assert scores["interval"][0] <= scores["miou"] <= scores["interval"][1]
     assert scores["num_learnt"] + len(scores["unreadable_learnt"]) + scores["num_samples"] == 24
     assert list(scores["unreadable_learnt"]) == ["part.1/1"]
     (sent,) = connect(uri).search_runs(["1"])
     assert all(f"{value:.2%}" in sent.data.tags["mlflow.note.content"] for value in scores["interval"])
-    files = {"head.safetensors", "segmentation.json"}
+    files = {"head.safetensors", "segmentation.json", "sheet.png"}
     assert files <= {path.name for path in out.iterdir()}
     assert json.loads((out / "segmentation.json").read_text())["miou"] == scores["miou"]
     with safe_open(out / "head.safetensors", "pt") as head:
@@ -67,11 +67,63 @@ def test_images_of_other_channels_and_type(
     pixels = Pixels(tuple("abcd"), "uint16", (300.0,) * 4, (4100.0,) * 4, (0.5,) * 4, (0.5,) * 4)
     model = models.create("ViT-mu/4", 16, 0, depth=2, pixels=pixels)
     models.save(model, tmp_path / "w.pt", {"preprocessing": {"image_size": 16}})
-    assert run.run(command(tmp_path / "w.pt", (images, masks), tmp_path / "out", "steps=60"))["miou"] > 0.6
+    config = command(tmp_path / "w.pt", (images, masks), tmp_path / "out", f"apply={images}", "steps=60", "num_drawn=9")
+    assert run.run(config)["miou"] > 0.6
+    assert len(list((tmp_path / "out/predicted_masks").rglob("*.png"))) == 24
+    assert np.asarray(Image.open(tmp_path / "out/sheet.png")).std() > 30
     data = make_dataset({"train": [[0]] * 4, "val": [[0]] * 3}, ["any"]).path
     with pytest.raises(UserError, match=r"uint16.*uint8"):
         run.run(settings(data, data, f"weights={tmp_path / 'w.pt'}", f"out={tmp_path / 'other'}"))
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("colours", [False, True])
+def test_the_layer_is_applied_to_other_images(colours: bool, write_pairs: Write, weights: Path, tmp_path: Path) -> None:
+    """Their masks have the values of the masks learnt from."""
+    images, masks = write_pairs(12)
+    if colours:
+        for file in masks.rglob("*.png"):
+            values = np.asarray(Image.open(file))
+            Image.fromarray(np.where((values == 255)[..., None], 0, COLOURS[values.clip(max=2)]).astype(np.uint8)).save(
+                file
+            )
+    ignore = "ignore=['#000000']" if colours else "ignore=[255]"
+    first = run.run(command(weights, (images, masks), tmp_path / "out", ignore))
+    assert not (tmp_path / "out/predicted_masks").exists()
+    others, their_masks = write_pairs(5, "others", (40, 24))
+    (others / "part.1/3.png").write_bytes(b"no image")
+    again = run.run(command(weights, (images, masks), tmp_path / "out", ignore, f"apply={others}", "num_drawn=1"))
+    assert again == first
+    written = sorted(
+        path.relative_to(tmp_path / "out/predicted_masks") for path in (tmp_path / "out/predicted_masks").rglob("*.png")
+    )
+    assert [str(path) for path in written] == ["part.0/0.png", "part.0/2.png", "part.0/4.png", "part.1/1.png"]
+    right = []
+    for name in written:
+        found, true = (
+            np.asarray(Image.open(tmp_path / "out/predicted_masks" / name)),
+            np.asarray(Image.open(their_masks / name)),
+        )
+        assert found.shape[:2] == true.shape
+        known = true != 255
+        expected = COLOURS[true.clip(max=2)] if colours else true[..., None]
+        right.append((found.reshape(*true.shape, -1) == expected)[known].all(-1).mean())
+    assert np.mean(right) > 0.6
+    # What a killed command left is removed.
+    others, _ = write_pairs(1, "fewer")
+    (tmp_path / "out/predicted_masks/part.0/.0.png.0123abcd.tmp").touch()
+    run.run(command(weights, (images, masks), tmp_path / "out", ignore, f"apply={others}"))
+    assert not list((tmp_path / "out/predicted_masks").rglob("*.tmp"))
+
+
+def test_masks_are_not_written_over_masks_that_are_read(write_pairs: Write, tmp_path: Path) -> None:
+    images, masks = write_pairs(3)
+    others, _ = write_pairs(2, "others")
+    given = settings(images, masks, f"apply={others}")
+    assert list(run.open_others(given, tmp_path / "out", RGB8)[2]) == ["part.0/0", "part.1/1"]
+    for folder in (masks, masks.parent, others, images):
+        with pytest.raises(UserError, match=rf"apply writes masks into {folder}, where .* is read. Set another out"):
+            run.open_others(given, folder, RGB8)
 
 
 def test_classes_that_only_the_masks_scored_on_have(write_pairs: Write, weights: Path, tmp_path: Path) -> None:
