@@ -40,7 +40,7 @@ class LejepaSettings(GramSettings):
     global_views: int = setting(2, "Number of large views of each image, of model.image_size.", min=1, max=100)
     local_views: int = setting(6, "Number of small views of each image.", min=0, max=100)
     local_area_max: float = setting(
-        0.3, "Small views: largest share of the image's area.", above=0, max=1, needs="local_views"
+        0.3, "Small views: largest share of the image's area.", min=0.05, max=1, needs="local_views"
     )
     hidden: int = setting(2048, "Width of the projector's two hidden layers.", min=1, max=2**16)
     width: int = setting(128, "Width of the projections; 16 to 512.", min=1, max=2**16)

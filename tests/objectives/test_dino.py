@@ -246,7 +246,7 @@ def test_dinov2_adds_masked_patches_and_koleo() -> None:
 
 
 def test_masks_are_blocks_of_one_of_the_two_views() -> None:
-    masks, batch = BlockMasks((14, 14), (0.1, 0.5), seed=1), batch_of([True] * 64)
+    masks, batch = BlockMasks((14, 14), seed=1), batch_of([True] * 64)
     masked, indices, weights = (values.numpy() for values in masks.draw(batch).values())
     by_view = masked.reshape(2, 64, 196).sum(2)
     assert ((by_view == 0).sum(0) == 1).all()
@@ -267,7 +267,7 @@ def test_masks_are_blocks_of_one_of_the_two_views() -> None:
 
 
 def test_masks_depend_on_the_sample_alone() -> None:
-    masks = BlockMasks((4, 6), (0.1, 0.5), seed=1)
+    masks = BlockMasks((4, 6), seed=1)
     whole, batch = masks.draw(batch_of([True] * 6)), batch_of([True] * 6)
     part = masks.draw(Batch(batch.views, batch.labels, batch.valid, batch.rows[4:], batch.epochs[4:]))
     assert torch.equal(part["masked"].view(2, 2, 24), whole["masked"].view(2, 6, 24)[:, 4:])
@@ -277,7 +277,7 @@ def test_masks_depend_on_the_sample_alone() -> None:
 
 # ---------------------------------------------------------------------- around a step
 def test_schedules() -> None:
-    objective = dino(replace(GIVEN, teacher_temperature_start=0.04, teacher_temperature=0.07))
+    objective = dino()
     found = []
     for step in (0, 2, 5, 9):  # Half of the run is warm-up.
         objective.before_step(step)

@@ -70,8 +70,6 @@ def test_no_shipped_run_has_a_setting_without_effect(path: Path) -> None:
             ["train.loss=lejepa", "objective.local_views=0", "objective.local_size=64"],
             ["objective.local_size", "objective.local_views"],
         ),
-        # Held-out images are centred.
-        (["train.loss=dino", "objective.centring=sinkhorn", "objective.centre_momentum=0.8"], []),
     ],
 )
 def test_a_run_says_what_has_no_effect(given: list[str], said: list[str]) -> None:
