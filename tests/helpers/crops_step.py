@@ -1,6 +1,5 @@
 """A small LeJEPA and a small SimCLR, and a step of them on a rank's part of a batch."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,10 @@ GIVEN = LejepaSettings(local_views=2, local_size=8, hidden=16, width=6, directio
 UNREADABLE = (0, 1, 6)  # Two of the first half, one of the second.
 
 
-def tiny_lejepa(**settings: Any) -> Lejepa:
+def tiny_lejepa() -> Lejepa:
     torch.manual_seed(0)
     backbone = build(configure("ViT-mu/4", 16, num_classes=0))
-    return in_a_run(Lejepa(backbone, replace(GIVEN, **settings), seed=5))
+    return in_a_run(Lejepa(backbone, GIVEN, seed=5))
 
 
 def tiny_simclr() -> Simclr:
@@ -39,9 +38,9 @@ def in_a_run(objective: Objective) -> Any:
 
 
 def step_of_tiny_lejepa(
-    rank: int, world_size: int, unreadable: tuple[int, ...] = UNREADABLE, fill: int = 0, **settings: Any
+    rank: int, world_size: int, unreadable: tuple[int, ...] = UNREADABLE, fill: int = 0
 ) -> dict[str, Any]:
-    return step_of(tiny_lejepa(**settings), (16, 8), rank, world_size, unreadable, fill)
+    return step_of(tiny_lejepa(), (16, 8), rank, world_size, unreadable, fill)
 
 
 def step_of_tiny_simclr(
