@@ -105,7 +105,7 @@ class Classification(Objective):
             return super().loss(views, facts)
         logits, features = self.backbone(views[0], with_features=True)
         of_classes = losses(logits, facts["labels"], self.loss_kind, self.label_smoothing, facts.get("own"))
-        of_targets = regression.losses(self.targets(features), facts["targets"], "huber")
+        of_targets = regression.losses(self.targets(features), facts["targets"], 1.0)
         found = of_classes + self.targets.weight * of_targets
         return mean_of_valid(found, facts["valid"]), {
             "targets_loss": mean_among_valid(of_targets.detach(), facts["valid"])
