@@ -240,8 +240,7 @@ class DataConfig(Settings):
     epoch, 0 all classes equally often, 0.5 is between. A sample's class is its first label.
     """
     targets: Distinct[str] = setting(list, on_change="run")
-    """Which numbers of the data set to learn (target_columns of launch/shard.py). train.loss=regression: empty is all.
-    softmax, sigmoid: those that a second head learns beside the classes; empty is none.
+    """train.loss=regression: which numbers of the data set to learn (target_columns of launch/shard.py); empty is all.
     """
     threads: Threads = setting(2, on_change="nothing")
     """Decoding threads of each rank."""
@@ -425,8 +424,6 @@ class TrainConfig(Settings):
     """LoRA: the changes are multiplied by lora_alpha / lora_rank."""
     lora_layers: list[str] = setting(["qkv", "out"], min_items=1, needs="lora_rank", on_change="run")
     """LoRA: dense layers of each block: qkv, out, up, down."""
-    targets_weight: PositiveFloat = setting(1.0, needs="loss=softmax,sigmoid", on_change="run")
-    """Softmax, sigmoid: weight of the Huber loss of data.targets, in addition to that of the classes."""
     label_smoothing: Share = setting(0.0, needs="loss=softmax,pseudo_labels")
     """Softmax: share of the target spread over all classes."""
     log_every: LogInterval = setting(LogInterval.parse("10 s"), above=0, on_change="nothing")
@@ -827,15 +824,10 @@ class RunConfig(Settings):
         """A line for each setting that a value of another section takes its effect from; what must be set is named by
         its `needs`.
         """
-        decay, freeze, weight = self.optimizer.layer_decay, self.train.freeze, self.train.targets_weight
-        found = []
-        if decay != 1 and freeze in _FREEZE_ALL_BLOCKS:
-            found.append(
-                f"optimizer.layer_decay = {decay:g} has no effect with train.freeze = {freeze}, which trains no block"
-            )
-        if weight != 1 and not self.data.targets:
-            found.append(f"train.targets_weight = {weight:g} has no effect without data.targets")
-        return found
+        decay, freeze = self.optimizer.layer_decay, self.train.freeze
+        if decay == 1 or freeze not in _FREEZE_ALL_BLOCKS:
+            return []
+        return [f"optimizer.layer_decay = {decay:g} has no effect with train.freeze = {freeze}, which trains no block"]
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError with the arithmetic."""
@@ -900,10 +892,10 @@ class RunConfig(Settings):
                 f"train.global_batch = {batch} is not divisible by data.streams = {streams}. "
                 f"Use data.streams={math.gcd(batch, streams)}."
             )
-        if self.data.targets and self.labels not in ("targets", "learned"):
+        if self.data.targets and self.labels != "targets":
             raise UserError(
-                f"data.targets = {quoted(self.data.targets)} needs train.loss=regression, softmax or sigmoid;"
-                f" {self.train.loss} learns no numbers. Leave it out."
+                f"data.targets = {quoted(self.data.targets)} needs train.loss=regression; {self.train.loss} learns no"
+                " numbers. Leave it out."
             )
         self.schedule.check_decay("schedule.")
         if self.probe.every.amount:

@@ -524,8 +524,7 @@ def _begin_run_on_all_ranks(
     flops: int = ranks.on_main(partial(objectives.training_flops, config, model))
     learned = counted(dataset.num_classes, "class") if dataset.classes else "no labels"
     if config.data.targets:
-        classes = f"{learned} and " if config.needs_labels else ""
-        learned = f"{classes}numbers to predict: {', '.join(config.data.targets)}"
+        learned = f"numbers to predict: {', '.join(config.data.targets)}"
     speed = f"; {si(peak, 'FLOP/s')} a device ({peak_source})" if peak else ""
     console.say(
         f"{significant(models.num_parameters(model) / 1e6)} M parameters, {si(flops, 'FLOP')} to train on an image;"

@@ -61,7 +61,6 @@ def test_no_shipped_run_has_a_setting_without_effect(path: Path) -> None:
         (["probe.shots=[1,5]"], ["probe.shots", "probe.every"]),
         (["probe.every=5%", "probe.temperature=0.1"], ["probe.temperature", "probe.neighbours"]),
         (["data.weight=2"], ["data.weight", "data.mix"]),
-        (["train.targets_weight=2"], ["train.targets_weight", "data.targets"]),
         (["augment.crop=none", "augment.area_min=0.3"], ["augment.area_min", "augment.crop"]),
         (["schedule.decay=constant", "schedule.final=0.1"], ["schedule.final", "schedule.cooldown"]),
         (["schedule.decay=constant", "schedule.final=0.1", "schedule.cooldown=10%"], []),
