@@ -431,7 +431,7 @@ class TrainConfig(Settings):
     seconds, every 1% of the run and at least every 50 steps: what a run records does not depend on its speed.
     """
     max_skipped_steps: NonNegativeInt = setting(20, on_change="comparison")
-    """Steps skipped for non-finite gradients, or by health.on_spike=skip, above which the run stops."""
+    """Steps skipped for non-finite gradients, above which the run stops."""
     stop_after_minutes: float = minutes(0.0)
     """Wall-clock limit of each start, including the final checkpoint: the run exits in time with code 75. 0: none."""
 
@@ -660,9 +660,9 @@ class CheckpointConfig(Settings):
 
 
 class HealthConfig(Settings):
-    on_spike: Literal["warn", "skip", "rollback"] = "warn"
-    """When the loss is far above recent losses: log it (warn); skip the step, for which ranks agree on each step's loss
-    before its backward pass (skip); or return to the last checkpoint before it and skip the data since then (rollback).
+    on_spike: Literal["warn", "rollback"] = "warn"
+    """When the loss is far above recent losses: log it (warn); or return to the last checkpoint before it and skip the
+    data since then (rollback).
     """
     spike_sigma: PositiveFloat = 6.0
     """A spike is this many standard deviations above the recent mean."""

@@ -193,8 +193,8 @@ class TrainingRun(StartingPoint):
     def rolled_back_after_spikes_on_all_ranks(self) -> bool:
         """Report loss spikes since the last call and apply health.on_spike. Returns whether the run was rolled back.
 
-        "warn" continues; "skip" has already skipped the step; "rollback" loads the newest checkpoint before the spike
-        and skips the batches that led to it. Raises DivergedError when the budget of skipped steps or rollbacks is
+        "warn" continues; "rollback" loads the newest checkpoint before the spike and skips the batches that led to it.
+        Raises DivergedError when the budget of skipped steps or rollbacks is
         exceeded.
         """
         config, console, progress = self.config, self.console, self.progress
@@ -204,8 +204,8 @@ class TrainingRun(StartingPoint):
             console.say(line)
         if engine.skipped_steps > config.train.max_skipped_steps:
             raise DivergedError(
-                f"{counted(engine.skipped_steps, 'step')} skipped by step {progress.step:,}, for a non-finite gradient"
-                f" or a loss that jumped, more than train.max_skipped_steps = {config.train.max_skipped_steps}. Lower"
+                f"{counted(engine.skipped_steps, 'step')} skipped by step {progress.step:,}, for a non-finite gradient,"
+                f" more than train.max_skipped_steps = {config.train.max_skipped_steps}. Lower"
                 " optimizer.lr, use a longer schedule.warmup or engine.precision=fp32, or raise the budget."
             )
         if roll_back_before is None:
@@ -454,7 +454,7 @@ class TrainingRun(StartingPoint):
         told = []
         if 2 * skipped > step:
             told.append(
-                f"{skipped:,} of {counted(step, 'step')} were skipped, for a non-finite gradient or a loss that jumped:"
+                f"{skipped:,} of {counted(step, 'step')} were skipped, for a non-finite gradient:"
                 " lower optimizer.lr, use a longer schedule.warmup or engine.precision=fp32"
             )
         scores, probe = (

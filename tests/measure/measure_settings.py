@@ -78,7 +78,7 @@ _MAYBE: tuple[tuple[float, tuple[str, ...]], ...] = (
     (0.15, ("engine.offload=true",)),
     (0.15, ("engine.fused=true",)),
     (0.3, ("schedule.decay=constant", "schedule.decay=linear")),
-    (0.15, ("health.on_spike=skip", "health.on_spike=rollback")),
+    (0.15, ("health.on_spike=rollback",)),
     (0.2, ("probe.every=3_steps",)),
     (0.2, ("evaluate.every=2_steps", "evaluate.every=100%")),
     (0.3, ("objective.local_views=0", "objective.local_views=3")),
