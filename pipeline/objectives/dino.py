@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import cos, log, pi
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal, cast
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import finite
 from pipeline.base.metric import Metric
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading.loader import Batch
@@ -146,13 +145,6 @@ class Dino(GramAnchored):
                 "objective.ibot_weight compares patches by the head of the features, which model.pool = both makes"
                 " twice as wide. Use model.pool=token or mean, or objective.ibot_weight=0."
             )
-
-    @classmethod
-    def compares_micro_batch(cls, objective: Mapping[str, Any]) -> str:
-        if objective.get("centring") == "sinkhorn":
-            return "objective.centring = sinkhorn"
-        weight = objective.get("koleo_weight", 0)
-        return f"objective.koleo_weight = {weight}" if finite(weight) else ""
 
     @classmethod
     def values(cls, config: RunConfig) -> Metrics:

@@ -126,11 +126,6 @@ class Objective(nn.Module):
                 f"train.freeze = {freezing.BACKBONE} with train.loss = {config.train.loss} trains nothing that is"
                 " exported: add train.lora_rank=8, or use train.freeze='all but 2 blocks'."
             )
-        train, is_of_whole_batch = config.train, OBJECTIVES[config.train.loss].of_whole_batch
-        compares = f"train.loss = {train.loss}" if is_of_whole_batch else cls.compares_micro_batch(config.objective)
-        name = "global_batch" if is_of_whole_batch else "micro_batch"
-        if compares and 1 in (train.global_batch, getattr(train, name)):
-            raise UserError(f"{compares} compares the images of a batch, and train.{name} = 1 has one. Use 2 or more.")
         config.share_of_run("train.heads_first", config.train.heads_first)
         if cls.teacher_momentum is not Objective.teacher_momentum and config.optimizer.ema_decay:
             raise UserError(
@@ -180,16 +175,6 @@ class Objective(nn.Module):
         checkpoint is there by then. None if not.
         """
         return None
-
-    @classmethod
-    def compares_micro_batch(cls, objective: Mapping[str, Any]) -> str:
-        """Returns the setting with which `loss` compares the images of a micro-batch on all ranks, so that it depends
-        on how a batch is cut.
-
-        "" for none. A resumed run then says that another micro-batch is another loss. objective: the section of that
-        name.
-        """
-        return ""
 
     @classmethod
     def metrics(cls, config: RunConfig) -> Metrics:

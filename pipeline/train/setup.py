@@ -47,7 +47,7 @@ from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.retry import Retry
 from pipeline.data.storage.tars import check_tars_on_all_ranks
 from pipeline.estimate.memory import checkpoint_bytes, refuse_too_large, what_takes_less
-from pipeline.estimate.plan import Plan, accumulation
+from pipeline.estimate.plan import Plan
 from pipeline.model import Model, read_weights
 from pipeline.model.files import find_file
 from pipeline.model.weights import TARGETS
@@ -304,28 +304,7 @@ def _compare(path: AnyPath, now: Identity, num_steps: int) -> list[str]:
             f"the run is finished, and was another one: {other}. Set it back to use what was trained ({path}), "
             "raise train.length to train on, or start another run with name=..."
         )
-    return [hide_passwords(str(change)) for change in changed] + _other_comparison(state.identity, now)
-
-
-def _other_comparison(then: Identity, now: Identity) -> list[str]:
-    """A line if the loss compares the images of a micro-batch on all ranks, and compares another number of them than
-    before.
-    """
-    section = {name.removeprefix("objective."): value for name, value in now.items() if name.startswith("objective.")}
-    name = objectives.kind(now["train.loss"]).compares_micro_batch(section) if "train.loss" in now else ""
-    if not name or "ranks" not in then:
-        return []
-    before, after = (
-        batch // accumulation(batch, identity["train.micro_batch"], identity["ranks"])
-        for identity in (then, now)
-        for batch in [identity["train.global_batch"]]
-    )
-    if before == after:
-        return []
-    return [
-        f"{name} compares the images of a micro-batch, which were {before} on all ranks and are {after}: another loss"
-        " from here on (train.micro_batch)"
-    ]
+    return [hide_passwords(str(change)) for change in changed]
 
 
 def initial_model(
