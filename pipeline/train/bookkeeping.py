@@ -7,12 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline import model as models
-from pipeline.base import json_record
 from pipeline.base.errors import DivergedError, UserError
 from pipeline.base.metric import Metric
 from pipeline.base.progress import duration
@@ -37,7 +35,6 @@ from pipeline.data.loading.order import batches_before, skip_batches
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.retry import Retry
-from pipeline.evaluate.intervals import of_samples
 from pipeline.model import Model
 from pipeline.monitor.health import Reports, SlowRanks, SpikePolicy
 from pipeline.monitor.profile import Meter
@@ -404,7 +401,7 @@ class TrainingRun(StartingPoint):
         step = self.progress.step
         status, outcome = "FAILED", f"{how} after step {step:,}: {reason}"
         if how == "finished":
-            status, outcome = "FINISHED", f"finished, but {reason}" if reason else how
+            status, outcome = "FINISHED", how
         elif how == "stopped":
             status, outcome = "KILLED", f"stopped by {reason} at step {step:,}; the same command resumes it"
         told = self._result(tracker.facts, status, outcome)
@@ -445,35 +442,3 @@ class TrainingRun(StartingPoint):
                 " start."
             )
         return "\n\n".join(lines)
-
-    def caveats(self) -> str:
-        """Warnings about a finished run: most steps were skipped, or its score is no better than guessing; "" without
-        any.
-        """
-        skipped, step, num_classes = self.engine.skipped_steps, self.progress.step, self.data.dataset.num_classes
-        told = []
-        if 2 * skipped > step:
-            told.append(
-                f"{skipped:,} of {counted(step, 'step')} were skipped, for a non-finite gradient:"
-                " lower optimizer.lr, use a longer schedule.warmup or engine.precision=fp32"
-            )
-        scores, probe = (
-            json_record.read_or_none(self.folder / file, dict[str, Any]) or {} for file in ("scores.json", "probe.json")
-        )
-        if probe.get("step") == step and (worse := probe.get("worse")):
-            told.append(f"its features are worse than those of init.weights: {worse}")
-        count, top1 = scores.get("top1_effective_images") or scores.get("num_samples"), scores.get("top1")
-        if top1 is not None and count and scores["step"] == step and (split := self.data.evaluation):
-            # What always naming the most common class would score.
-            constant = float(np.bincount(split.label_values, minlength=1).max()) / len(split)
-            chance = max(constant, 1 / num_classes)
-            if (found := of_samples(top1, count)).low <= chance < 1:
-                told.append(
-                    f"top-1 {top1:.2%} (95% interval {found.low:.2%} to {found.high:.2%} on"
-                    f" {counted(len(split), 'image')}) is no better than guessing: one class for all images has"
-                    f" {chance:.2%}"
-                )
-        r2 = scores.get("r2")
-        if r2 is not None and scores["step"] == step and r2 <= 0:
-            told.append(f"R2 {r2:.4f} is no better than always predicting the mean of the held-out values")
-        return "; ".join(told)

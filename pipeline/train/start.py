@@ -74,8 +74,6 @@ def _train(stop: Stop, prepared: Prepared) -> None:
     reason = None
     try:
         reason = _train_until_stopped(run)
-        if not reason:
-            stop.caveat = run.caveats()
     finally:
         run.close(is_finished=reason == "")
     progress, console = run.progress, run.console
@@ -85,13 +83,12 @@ def _train(stop: Stop, prepared: Prepared) -> None:
             " code 75)"
         )
         stop.leave(progress.step, reason)
-    stop.show_end("finished", stop.caveat)
-    but = f", but {stop.caveat}" if stop.caveat else ""
+    stop.show_end("finished", "")
     if run.resumed is not None and progress.start >= prepared.plan.steps:
-        console.say(f"nothing left to do: the run is finished{but}")
+        console.say("nothing left to do: the run is finished")
         return
     speed = f"{significant(run.meter.average)} images/s over {duration(run.meter.total_seconds)} of training, in "
-    console.say(f"finished: {speed if prepared.plan.steps else ''}{run.folder}{but}")
+    console.say(f"finished: {speed if prepared.plan.steps else ''}{run.folder}")
     for way in run.tracker.how_to_open() if run.tracker else []:
         console.say(f"in a browser: {way}")
 
