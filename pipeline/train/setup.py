@@ -98,11 +98,6 @@ _FACTS = {
 
 # In the errors of a lack of memory: of CUDA's allocator, the CPU, NCCL and cuBLAS.
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
-# In torch's error for an operation, whose name it begins with, under engine.deterministic.
-_NO_SUCH_KERNEL = " does not have a deterministic implementation"
-# In the errors of torch.compile (engine.compile) without a C++ compiler for a CPU's kernels, and without Triton, or the
-# C compiler that it needs, for a GPU's.
-_NO_COMPILER = ("InvalidCxxCompiler", "Cannot find a working triton installation", "Failed to find C compiler")
 
 
 # ---------------------------------------------------------------------- set-up
@@ -411,8 +406,7 @@ def _build_training_on_all_ranks(
 
 
 # ---------------------------------------------------------------------- dry run
-# One step and one evaluation batch of the largest shapes before training, so that out-of-memory shows at once, and so
-# does an operation whose bits a GPU cannot repeat (engine.deterministic).
+# One step and one evaluation batch of the largest shapes before training, so that out-of-memory shows at once.
 def dry_run_on_all_ranks(engine: "Engine", prepared: Prepared) -> None:
     """Run one training step and one batch of each evaluator, of the largest shapes; leaves no trace in model or
     optimizer.
@@ -472,18 +466,6 @@ def room(what: str, way_out: Callable[[], str]) -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError) as error:
         reason = str(error).partition("\n")[0]
-        operation, has_no_kernel, _ = reason.partition(_NO_SUCH_KERNEL)
-        if has_no_kernel:
-            raise OneRankError(
-                f"torch has no kernel for {operation} that gives the same bits each time on this GPU. Use"
-                " engine.deterministic=false (a resumed run then differs in the last bits), or compute it otherwise."
-            ) from None
-        if any(words in str(error) for words in _NO_COMPILER):
-            what = "Triton and a C compiler" if torch.cuda.is_available() else "a C++ compiler (g++, or what CXX names)"
-            raise OneRankError(
-                f"engine.compile = true needs {what}, which {socket.gethostname()} does not have. Install it, or use"
-                " engine.compile=false."
-            ) from None
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in _NO_MEMORY):
             raise
         traceback.clear_frames(error.__traceback__)  # Frees tensors: the estimate below needs memory.
