@@ -171,7 +171,6 @@ def plan_lines(config: RunConfig, plan: Plan, model: Model) -> list[str]:
         *objectives.without_effect(config),
         f"{counted(images, 'image')}, {si(images * objectives.training_flops(config, model.config), 'FLOP')}",
         f"{significant(memory.total / 2**30)} GiB of memory for each rank's tensors at the most, predicted",
-        *objectives.describe_groups(config, model.config, plan.steps),
     ]
 
 
