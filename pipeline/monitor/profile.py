@@ -43,14 +43,12 @@ def host_memory() -> int:
     return total // ranks_on_host()
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype, configured_tflops: float) -> tuple[float | None, str]:
-    """Returns (peak FLOP/s of one device, its source: the setting, a data sheet, or a measurement here).
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float | None, str]:
+    """Returns (peak FLOP/s of one device, its source: a data sheet, or a measurement here).
 
-    None on a CPU, unless it is set: what a product reaches there at the start depends on what else runs, so that MFU
+    None on a CPU: what a product reaches there at the start depends on what else runs, so that MFU
     could exceed 100 %.
     """
-    if configured_tflops:
-        return configured_tflops * 1e12, "engine.peak_tflops"
     if device.type != "cuda":
         return None, ""
     if dtype != torch.float32 and (gpu := find_gpu(torch.cuda.get_device_name(device))):

@@ -453,8 +453,6 @@ class OptimizerConfig(Settings):
     """Adam: term added to the denominator."""
     momentum: ShareBelow1 = setting(0.9, needs="name=sgd")
     """SGD: momentum."""
-    muon_momentum: ShareBelow1 = setting(0.95, needs="name=muon")
-    """Muon: Nesterov momentum of the matrices."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay of dense kernels, multiplied by the learning rate; Adam, Muon: decoupled, SGD: added to the
     gradient.
@@ -528,8 +526,6 @@ class EngineConfig(Settings):
     """On a GPU, use kernels that give the same bits each time: a resumed run then equals an uninterrupted one bit for
     bit. A CPU always does.
     """
-    peak_tflops: NonNegativeFloat = setting(0.0, on_change="nothing")
-    """Peak TFLOP/s of a device, for MFU; 0 looks it up or measures it."""
     timeout_minutes: float = minutes(10.0, min=None, above=0)
     """Timeout of a collective call, after which the run fails."""
 

@@ -38,7 +38,7 @@ def build(model: nn.Module, decayed: set[str], config: OptimizerConfig, fused: b
     if config.name == "muon":
         named, found = dict(model.named_parameters()), matrices(model, decayed)
         kernels: dict[Tensor, tuple[str, int]] = {named[name]: (stored_name(name), n) for name, n in found.items()}
-        return Muon(groups, kernels, config.muon_momentum, **adam)
+        return Muon(groups, kernels, **adam)
     return torch.optim.AdamW(groups, **adam)
 
 
