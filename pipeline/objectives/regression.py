@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from pydantic import PositiveFloat
 from torch import Tensor, nn
 
-from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch, to_device
@@ -44,17 +43,6 @@ class Regression(Objective):
     Settings = RegressionSettings
     predicts = "targets"
     trains_backbone_alone = True
-
-    @classmethod
-    def check(cls, config: RunConfig) -> None:
-        super().check(config)
-        names: dict[str, str] = {}
-        for target in config.data.targets:
-            if (other := names.setdefault(metric_name(target), target)) != target:
-                raise UserError(
-                    f"data.targets: {other!r} and {target!r} would have metrics of one name, {metric_name(target)}:"
-                    " rename a column, or choose one of them."
-                )
 
     @classmethod
     def metrics(cls, config: RunConfig) -> Metrics:

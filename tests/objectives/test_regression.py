@@ -12,14 +12,11 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from pipeline import model as models
-from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import Mixing
 from pipeline.model.weights import safetensors_metadata
 from pipeline.objectives.regression import Regression, RegressionSettings, losses, metrics_of, standardisation
-from pipeline.settings import schema
-from pipeline.settings.run import RunConfig
 
 MISSING = float("nan")
 TARGETS = torch.tensor([[30.0, 2.0], [50.0, MISSING], [MISSING, MISSING], [41.0, 7.0]])
@@ -130,10 +127,3 @@ def test_errors_of_several_units_have_no_mean() -> None:
     found = metrics_of(["age", "dose (mg/l)"])
     assert "rmse" not in found
     assert {"r2", "spearman", "rmse_age", "mae_dose__mg_l_"} <= found.keys()
-
-
-def test_targets_whose_metrics_would_have_one_name_are_refused() -> None:
-    given = ["name=a", "data.path=d", "train.length=1 epochs", "model.name=ViT-Ti/16", "train.loss=regression"]
-    objectives.check(schema.load(RunConfig, None, [*given, "data.targets=[a b,a-b]"]))
-    with pytest.raises(UserError, match=r"data\.targets.*a_b"):
-        objectives.check(schema.load(RunConfig, None, [*given, "data.targets=[a b,a_b]"]))
