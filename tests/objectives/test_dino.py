@@ -163,15 +163,6 @@ def test_the_centre_is_a_running_mean_of_the_teachers_outputs() -> None:
     torch.testing.assert_close(objective.centre, 0.1 * torch.cat(outputs).mean(0))
 
 
-def test_a_step_that_is_skipped_leaves_the_centre() -> None:
-    objective = dino(DINOV2)
-    objective(*read(objective, batch_of([True] * 3)))
-    objective.before_step(1)  # Without `after_step`.
-    objective.after_step()
-    assert not objective.centre.any()
-    assert not objective.patch_centre.any()
-
-
 def test_evaluation_leaves_the_centre_and_draws_no_masks() -> None:
     objective = dino(DINOV2)
     objective.centre.copy_(0.1 * normal(12))

@@ -3,7 +3,6 @@ labels.
 """
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import Mixing
-from pipeline.estimate.activations import saved_by_loss
 from pipeline.estimate.forecast import make_forecast
 from pipeline.model import build, configure, save
 from pipeline.objectives.distill_classes import DistillClasses, divergence
@@ -133,18 +131,6 @@ def test_what_cannot_be_its_teacher_is_said_in_one_line(teacher: Path, dataset: 
     bare = make_dataset(tmp_path / "bare", {"train": 30}, labelled=False)
     with pytest.raises(UserError, match="distill_classes needs labels, and this data set has none"):
         prepare(schema.load(RunConfig, None, given(teacher, bare)))
-
-
-def test_frozen_blocks_are_counted_in_the_whole_model(teacher: Path) -> None:
-    """Counts were of models of two and three blocks, which have no four to freeze: no such run could start."""
-    deep = ("model.depth=6", "train.freeze=4 blocks", "init.weights=w", "model.name=null")
-    config = run(teacher, *deep[1:], *[f"model.{name}=null" for name in ("width", "depth", "mlp_width", "num_heads")])
-    model = configure("ViT-mu/8", 16, 4, width=32, depth=6)
-    whole = replace(config, train=replace(config.train, freeze="none"))
-    assert DistillClasses.training_flops(config, model) < DistillClasses.training_flops(whole, model)
-    for ranks in (1, 2):
-        kept = saved_by_loss(DistillClasses, config, model, 4, torch.float32, False, ranks)
-        assert kept.total < saved_by_loss(DistillClasses, whole, model, 4, torch.float32, False, ranks).total
 
 
 def test_a_run_on_images_with_and_without_labels_is_scored_and_resumes_exactly(

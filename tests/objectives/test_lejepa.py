@@ -14,7 +14,6 @@ from torch import Tensor
 from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.estimate.plan import cut_batch
-from pipeline.objectives import lejepa
 from pipeline.objectives.lejepa import Lejepa, random_directions, sigreg
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
@@ -49,27 +48,6 @@ def test_sigreg_is_the_statistic_of_epps_and_pulley(shape: tuple[int, ...], knot
     samples = projections.view(-1, 20, 6).double().numpy()
     expected = np.mean([epps_pulley(sample, directions.double().numpy(), knots, t_max) for sample in samples])
     assert float(found) == pytest.approx(expected, rel=1e-4)
-
-
-def test_sigreg_takes_as_many_knots_at_a_time_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    directions, found = random_directions(6, 9, seed=1), []
-    for angles in (1, 4 * 3 * 20 * 9, 2**20):
-        monkeypatch.setattr(lejepa, "_ANGLES", angles)
-        projections = torch.randn(3, 20, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        loss = sigreg(projections, directions)
-        nodes, waiting = set(), [loss.grad_fn]  # Of autograd, one for each operation.
-        while waiting:
-            node = waiting.pop()
-            if node is not None and node not in nodes:
-                nodes.add(node)
-                waiting += [following for following, _ in node.next_functions]
-        loss.backward()
-        found.append((loss.detach(), projections.grad, len(nodes)))
-    for loss, gradient, _ in found[1:]:
-        torch.testing.assert_close(loss, found[0][0])
-        torch.testing.assert_close(gradient, found[0][1])
-    one, four, all_knots = (number for *_, number in found)
-    assert one > 2 * four > 3 * all_knots
 
 
 def test_directions_are_units_and_those_of_the_step() -> None:

@@ -1,21 +1,15 @@
 """Set-up of a run in this process."""
 
-import contextlib
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
-import torch
 from forked import Forge
 from ranks import settings
 
-from pipeline.base.errors import UserError
 from pipeline.evaluate import score_report
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ScoreConfig
-from pipeline.train import setup
 
 
 def test_scores_of_images_that_weights_were_trained_on_are_marked(forge: Forge, dataset: Path, tmp_path: Path) -> None:
@@ -55,41 +49,3 @@ def test_scores_of_images_that_weights_were_trained_on_are_marked(forge: Forge, 
         given = [f"weights={tmp_path / run}", f"data={dataset}", f"split={split}", "shots=0", f"out={tmp_path / 'out'}"]
         assert score_report.run(schema.load(ScoreConfig, None, given))["trained_by"] == by
         assert (f"trained on by {by}" in (tmp_path / "out/report.md").read_text()) == bool(by)
-
-
-class Loader:
-    """Knows whether it was closed."""
-
-    is_open = False
-
-    def __enter__(self) -> None:
-        self.is_open = True
-
-    def __exit__(self, *exception: object) -> None:
-        self.is_open = False
-
-
-def test_a_set_up_that_fails_ends_the_decoding_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They lived until the process ended, which may go on with other runs."""
-    loader = Loader()
-    ranks = SimpleNamespace(device=torch.device("cpu"), on_all=lambda function: function())
-    engine, init = SimpleNamespace(activation_checkpointing=False), SimpleNamespace(fit_head=False)
-    start: Any = SimpleNamespace(
-        config=SimpleNamespace(engine=engine, init=init),
-        resumed=None,
-        plan=None,
-        ranks=ranks,
-        stop=None,
-        data=SimpleNamespace(split=None),
-        model=SimpleNamespace(config=SimpleNamespace(pixels=None)),
-    )
-
-    def broken(*of: object) -> None:
-        assert loader.is_open
-        raise UserError("no room")
-
-    monkeypatch.setattr(setup, "Feed", lambda *of: SimpleNamespace(loader=loader))
-    monkeypatch.setattr(setup.objectives, "create", broken)
-    with pytest.raises(UserError, match="no room"), contextlib.ExitStack() as undone:
-        setup._build_training_on_all_ranks(start, undone)
-    assert not loader.is_open

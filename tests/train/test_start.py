@@ -1,7 +1,6 @@
 """What a rank imports before it trains."""
 
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -10,15 +9,12 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 from forked import Forge
 from polling import until
 from ranks import ROOT, settings
 from safetensors.torch import save_file
 
 from pipeline import model as models
-from pipeline import objectives
-from pipeline.architecture.variants import configure
 from pipeline.base.errors import UserError
 from pipeline.model.weights import safetensors_metadata
 from pipeline.monitor.page_folder import PageFolder
@@ -107,28 +103,6 @@ def test_data_and_plan_are_checked_before_the_long_imports(command: str, dataset
     assert "train.global_batch = 24" in plan
     assert "out = /dev/null/x" in out
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("backbone", "changes", "said"),
-    [
-        (configure("ViT-Ti/14", 28), ["train.loss=dino"], "objective.local_size = 96: patches of 14 pixels leave"),
-        (
-            configure("ViT-mu/8", 16),
-            ["train.loss=lejepa", "objective.local_size=12"],
-            "objective.local_size = 12: patches of 8 pixels",
-        ),
-        (configure("ViT-mu/8", 16, small_stem=[16]), ["train.loss=mae"], "mae trains a plain ViT"),
-    ],
-    ids=["dino", "lejepa", "mae-stem"],
-)
-def test_weights_that_an_objective_cannot_train_are_refused(
-    dataset: Path, tmp_path: Path, backbone: models.Config, changes: list[str], said: str
-) -> None:
-    given = [text for text in settings(dataset, tmp_path, "x", *changes) if not text.startswith("model.")]
-    config = schema.load(RunConfig, None, [*given, "init.weights=w", "augment.crop=inception", "train.micro_batch=24"])
-    with torch.device("meta"), pytest.raises(UserError, match=re.escape(said)):
-        objectives.create(config, models.build(backbone))
 
 
 def test_weights_are_named_from_within_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
