@@ -1,13 +1,11 @@
 """The plan of a run: batch arithmetic and lengths in steps."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.settings.quantities import Length
 from pipeline.settings.run import RunConfig
 
 
@@ -24,7 +22,6 @@ class Due:
     evaluations: frozenset[str]
 
 
-CHECKPOINT = "checkpoint"
 # Steps between records where lines are logged by the clock.
 _MAX_RECORD_EVERY = 50
 
@@ -37,9 +34,6 @@ class Plan:
     log_seconds: between lines of the log; 0: a line for each record.
     best_from: the evaluator that measures checkpoint.best, which has a checkpoint at each of its evaluations, or "".
     heads_first: step after which all is trained (train.heads_first), and everything is evaluated; 0: from the start.
-    at_end: step just before the last that an interval in % ends at by rounding, such as 3,905 of 3,906 for 20 %, by
-    evaluator and
-    CHECKPOINT: what is due then is done after the last step only.
     balance: how often an epoch uses samples of the rarest and of the most common class; "" is once.
     measures_held_out: whether the objective measures anything on held-out images.
     """
@@ -60,7 +54,6 @@ class Plan:
     cooldown: int = 0
     heads_first: int = 0
     balance: str = ""
-    at_end: Mapping[str, int] = field(default_factory=dict)
     measures_held_out: bool = True
 
     def measuring(self, config: RunConfig, num_classes: int) -> "Plan":
@@ -81,15 +74,12 @@ class Plan:
         record = step % self.record_every == 0 or step == 1 or is_last
         keep = self.keep_every > 0 and step % self.keep_every == 0
 
-        def falls(name: str, every: int) -> bool:
-            return step % every == 0 and step != self.at_end.get(name)
-
         all_are = step in (self.heads_first, self.steps)
-        evaluations = frozenset(name for name, every in self.evaluate_every.items() if all_are or falls(name, every))
+        evaluations = frozenset(name for name, every in self.evaluate_every.items() if all_are or step % every == 0)
         return Due(
             record=record,
             line=is_last or (record and not self.log_seconds),
-            save=falls(CHECKPOINT, self.checkpoint_every) or keep or is_last or self.best_from in evaluations,
+            save=step % self.checkpoint_every == 0 or keep or is_last or self.best_from in evaluations,
             keep=keep,
             evaluations=evaluations,
         )
@@ -172,16 +162,15 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
         )
     intervals = {"scores": config.evaluate.every} if config.data.evaluated else {}
     intervals |= {name: section.every for name, section in config.evaluators.items() if section.every.amount}
-    intervals[CHECKPOINT] = config.checkpoint.every
+    intervals["checkpoint"] = config.checkpoint.every
     in_steps = {name: max(1, every.steps(num_samples, train.global_batch, steps)) for name, every in intervals.items()}
+    checkpoint_every = in_steps.pop("checkpoint")
     keep, by_steps = config.checkpoint.keep_every, train.log_every.unit == "steps"
-    ends = {name: _interval_that_ends(every, in_steps[name], steps) for name, every in intervals.items()}
     return Plan(
         steps=steps,
         warmup=warmup,
-        evaluate_every={name: every for name, every in in_steps.items() if name != CHECKPOINT},
-        checkpoint_every=in_steps[CHECKPOINT],
-        at_end={name: step for name, step in ends.items() if step},
+        evaluate_every=in_steps,
+        checkpoint_every=checkpoint_every,
         keep_every=max(1, keep.steps(num_samples, train.global_batch, steps)) if keep.amount else 0,
         accumulation=accumulation,
         micro_batch=micro_batch,
@@ -193,17 +182,6 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
         cooldown=cooldown,
         heads_first=round(config.share_of_run("train.heads_first", train.heads_first) * steps),
     )
-
-
-def _interval_that_ends(every: Length, interval: int, steps: int) -> int:
-    """The last step before the end that is due by an interval in %, if it is a share that rounds to the whole run; else
-    0.
-
-    interval: `every` in steps, rounded. More than half an interval before the end is kept.
-    """
-    count = (steps - 1) // interval
-    whole = every.unit == "%" and replace(every, amount=every.amount * count).steps(1, 1, steps) >= steps
-    return count * interval if whole and 2 * (steps - count * interval) <= interval else 0
 
 
 def cut_batch(config: RunConfig, world_size: int) -> tuple[int, int]:

@@ -70,25 +70,6 @@ def test_intervals_are_at_least_a_step() -> None:
     assert (found.evaluate_every["scores"], found.checkpoint_every) == (1, 1)
 
 
-def test_an_interval_in_percent_does_not_end_just_before_the_run() -> None:
-    """20 % of 3,906 steps are 781, and five of them 3,905; nothing moves where the share divides, or is no share."""
-
-    def due(*settings: str, length: int = 3906) -> tuple[list[int], list[int]]:
-        found = plan(f"train.length={length} steps", "schedule.warmup=0 steps", *settings)
-        steps = [(step, found.due(step)) for step in range(1, length + 1)]
-        return [step for step, now in steps if now.evaluations], [step for step, now in steps if now.save]
-
-    fifths = [781, 1562, 2343, 3124, 3906]
-    assert due("evaluate.every=20%", "checkpoint.every=20%") == (fifths, fifths)
-    assert due("evaluate.every=781 steps", "checkpoint.every=25%")[0] == [*fifths[:-1], 3905, 3906]
-    assert due("evaluate.every=20%", "checkpoint.every=30%", length=1000) == (
-        [200, 400, 600, 800, 1000],
-        [300, 600, 900, 1000],
-    )
-    assert due("evaluate.every=5%", "checkpoint.every=40%", length=30)[0] == list(range(2, 31, 2))
-    assert due("evaluate.every=5%", "checkpoint.every=40%", length=25)[0] == list(range(1, 26))
-
-
 def test_all_is_evaluated_when_new_heads_have_learnt() -> None:
     found = plan(
         "model.name=null",
