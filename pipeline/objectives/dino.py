@@ -52,12 +52,8 @@ _SINKHORN_STEPS = 3
 # What the student's outputs are divided by, the teacher's in the first step, and the weight of the old running mean, as
 # in both papers.
 _STUDENT_TEMPERATURE, _FIRST_TEMPERATURE, _CENTRE_MOMENTUM = 0.1, 0.04, 0.9
-# What is called a collapse: teacher_entropy over its maximum, after this share of the run. In the first steps, in which
-# the running mean is that of a new network, the teacher's outputs are nearly uniform.
-_UNIFORM, _SETTLED = 0.99, 0.1
-# A certain teacher (entropy below this share of the maximum) is a collapse only if the student follows it: KL below
-# this, in nats.
-_CERTAIN, _FOLLOWED = 0.01, 0.01
+# Share of the run before which nothing is called a collapse: the features of a new network are alike.
+_SETTLED = 0.1
 # Of the first large view, the second, and the small ones.
 _OfViews = Annotated[list[Share], Len(3, 3)]
 _TINY, _LOWEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).min
@@ -282,23 +278,7 @@ class Dino(GramAnchored):
             getattr(self, f"{name}_sums").zero_()
 
     def collapse(self, values: Mapping[str, float]) -> str:
-        entropy, most = values["teacher_entropy"], log(self.given.prototypes)
-        if self.progress < _SETTLED:
-            return ""
-        if same := super().collapse(values):
-            return same
-        if entropy > _UNIFORM * most:
-            return (
-                f"the teacher's outputs are uniform (teacher_entropy {entropy:.3f} of at most {most:.3f}); lower"
-                " objective.teacher_temperature"
-            )
-        if entropy < _CERTAIN * most and values["teacher_kl"] < _FOLLOWED:
-            return (
-                f"the teacher gives all images the same prototype (teacher_entropy {entropy:.3f}, teacher_kl"
-                f" {values['teacher_kl']:.3f}); raise objective.teacher_temperature, or use"
-                " objective.centring=sinkhorn"
-            )
-        return ""
+        return super().collapse(values) if self.progress >= _SETTLED else ""
 
     def after_step(self) -> None:
         for name in self.centres:

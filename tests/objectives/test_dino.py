@@ -280,19 +280,11 @@ def test_schedules() -> None:
 
 
 def test_a_collapse_is_named_with_what_to_change() -> None:
-    objective = dino()
-    same, uniform, certain = (
-        {"embedding_std": 0.01, "teacher_entropy": 1.0, "teacher_kl": 1.0},
-        {"embedding_std": 0.5, "teacher_entropy": math.log(12), "teacher_kl": 0.0},
-        {"embedding_std": 0.5, "teacher_entropy": 0.001, "teacher_kl": 0.001},
-    )
+    objective, same = dino(), {"embedding_std": 0.01}
     assert not objective.collapse(same)  # At the start of a run, this says nothing.
     objective.before_step(5)
     assert "objective.centring=sinkhorn" in objective.collapse(same)
-    assert "objective.teacher_temperature" in objective.collapse(uniform)
-    assert "the same prototype" in objective.collapse(certain)
-    assert not objective.collapse(certain | {"teacher_kl": 0.5})
-    assert not objective.collapse({"embedding_std": 0.5, "teacher_entropy": 0.1, "teacher_kl": 0.0})
+    assert not objective.collapse({"embedding_std": 0.5})
 
 
 # ---------------------------------------------------------------------- from other weights
