@@ -170,13 +170,6 @@ class Objective(nn.Module):
         return None
 
     @classmethod
-    def initial_file(cls, config: RunConfig) -> Path | None:
-        """The file of init.weights, if this objective has read it already: a run begins with that one, also if a newer
-        checkpoint is there by then. None if not.
-        """
-        return None
-
-    @classmethod
     def metrics(cls, config: RunConfig) -> Metrics:
         """What is measured on held-out images, the most telling first; {} for nothing, as where the loss is a property
         of a batch. checkpoint.best may be any that is better higher or lower.

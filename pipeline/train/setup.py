@@ -219,8 +219,7 @@ def _find_weights(config: RunConfig, console: Console) -> WeightsOrigin:
     """The weights that a run begins with, which it may go on without later. Raises UserError if there are none."""
     assert config.init.weights is not None
     weights = weights_path(config.init.weights, config.track.uri, console.say, config.out)
-    file = objectives.kind(config.train.loss).initial_file(config) or find_file(Path(weights), console.say)
-    return find_origin(file, weights)
+    return find_origin(find_file(Path(weights), console.say), weights)
 
 
 def find_checkpoint_on_all_ranks(
