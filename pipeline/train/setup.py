@@ -78,7 +78,7 @@ from pipeline.train.bookkeeping import Identity, Progress, RunCounts, StartingPo
 from pipeline.train.drawing import DrawingProcess
 from pipeline.train.fitted_head import fit_head_on_all_ranks
 from pipeline.train.loop import Feed, training_step
-from pipeline.train.shown_facts import environment, plan_lines, run_facts
+from pipeline.train.shown_facts import environment, run_facts
 from pipeline.train.start import Prepared
 
 if TYPE_CHECKING:  # DeepSpeed is imported late: it takes seconds.
@@ -508,7 +508,6 @@ def _begin_run_on_all_ranks(
         write_settings(config, folder)
         write_text(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
         page.write_text("environment.txt", environment(ranks.device))
-        page.write_text("plan.txt", plan_lines(config, start.plan, start.model))
     watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes, start.stop.record_failure)
     undone.callback(watchdog.close)
     draws = ranks.is_main and config.track.figures
