@@ -39,7 +39,7 @@ from pipeline.estimate.plan import Plan, make_plan
 from pipeline.model import Config, ViTConfig
 from pipeline.monitor.gpus import Gpu, find_gpu, known_gpus
 from pipeline.monitor.mlflow.weights import weights_path
-from pipeline.objectives.parameters.freeze import ENCODER
+from pipeline.objectives.parameters.trained import ENCODER
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig

@@ -36,9 +36,14 @@ from pipeline.model.channels import first_layer
 from pipeline.model.layers import kernel_names
 from pipeline.model.weights import ADDITION
 from pipeline.objectives import on_meta
-from pipeline.objectives.parameters import freeze as freezing
-from pipeline.objectives.parameters.freeze import NOTHING, freeze, num_frozen_blocks
-from pipeline.objectives.parameters.lora import add_factors, new_factors
+from pipeline.objectives.parameters.trained import (
+    FREEZE_BACKBONE,
+    NOTHING,
+    add_factors,
+    freeze,
+    new_factors,
+    num_frozen_blocks,
+)
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import Settings, build
@@ -121,9 +126,9 @@ class Objective(nn.Module):
                 f"train.loss = {config.train.loss} predicts no classes: leave out {', '.join(given)}, or use an"
                 " objective that does, as softmax."
             )
-        if config.train.freeze == freezing.BACKBONE and not (cls.predicts or config.train.lora_rank):
+        if config.train.freeze == FREEZE_BACKBONE and not (cls.predicts or config.train.lora_rank):
             raise UserError(
-                f"train.freeze = {freezing.BACKBONE} with train.loss = {config.train.loss} trains nothing that is"
+                f"train.freeze = {FREEZE_BACKBONE} with train.loss = {config.train.loss} trains nothing that is"
                 " exported: add train.lora_rank=8, or use train.freeze='all but 2 blocks'."
             )
         config.share_of_run("train.heads_first", config.train.heads_first)

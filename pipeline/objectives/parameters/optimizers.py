@@ -11,8 +11,8 @@ from pipeline.base.errors import UserError
 from pipeline.model.layers import Dense
 from pipeline.model.resnet import StdConv
 from pipeline.objectives.objective import BACKBONE, Objective, stored_name, trained_parameters
-from pipeline.objectives.parameters.freeze import depths
 from pipeline.objectives.parameters.muon import Muon
+from pipeline.objectives.parameters.trained import depths
 from pipeline.settings.run import EngineConfig, OptimizerConfig, ScheduleConfig
 
 
