@@ -206,7 +206,7 @@ def stored_layer(name: str) -> str:
 
 def with_factors(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The tensors without LoRA's factors, whose products are added to the weights of their layers
-    (`objectives/parameters/lora.py`).
+    (`objectives/parameters/trained.py`).
     """
     found = {name: array for name, array in tensors.items() if not name.startswith(_FACTORS)}
     for up in tensors.keys() - found.keys():

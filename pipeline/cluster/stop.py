@@ -76,7 +76,6 @@ class Stop:
         """folder: of the run. limit_minutes: train.stop_after_minutes, 0 for none."""
         self.folder = RunFolder(folder, int(os.environ.get("RANK", "0")))
         self.reason = ""
-        self.caveat = ""  # What to know of a run that is finished.
         self.step = 0
         self.commit_seconds = self._expected_seconds = 0.0
         self.limit_seconds = 60 * limit_minutes
@@ -119,7 +118,7 @@ class Stop:
             pass  # While another rank ends this one, the error is only that it has left.
         if error is None:
             with contextlib.suppress(OSError):
-                self.folder.say_status(Status("finished", self.step, 0, self.caveat))
+                self.folder.say_status(Status("finished", self.step, 0, ""))
         else:
             self._end_with(error)
         self._closed = True

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from pipeline.model import Config, Model, VisionTransformer, ViTConfig, build
 from pipeline.objectives import on_meta
 from pipeline.objectives.objective import BACKBONE, TEACHER, Objective
-from pipeline.objectives.parameters.freeze import NOTHING, freeze
+from pipeline.objectives.parameters.trained import NOTHING, freeze
 from pipeline.objectives.parts import across_ranks
 from pipeline.settings.run import RunConfig
 

@@ -306,7 +306,6 @@ def describe(forecast: Forecast) -> list[str]:
             f" {si(forecast.disk_bytes, 'B')} on disk"
         ),
         f"  time         {time}",
-        *(f"  {line}" for line in objectives.describe_groups(config, model, plan.steps)),
         *low,
         "",
         *_describe_memory(forecast),

@@ -24,8 +24,8 @@ from pipeline.model import Config, num_parameters
 from pipeline.objectives import kind, on_meta
 from pipeline.objectives.objective import BACKBONE, FROZEN_TEACHER, TEACHER, Objective, constants, trained_parameters
 from pipeline.objectives.parameters import optimizers
-from pipeline.objectives.parameters.freeze import NOTHING
 from pipeline.objectives.parameters.muon import BATCH_ELEMENTS
+from pipeline.objectives.parameters.trained import NOTHING
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import OptimizerConfig, RunConfig, TrainPrecision
 

@@ -10,7 +10,7 @@ Shape letters: B batch, C channels, K classes, h x w cells of a feature map, s s
 
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -81,15 +81,13 @@ class ResNet(ImageModel):
         self.head = Dense(config.num_features, config.num_classes) if config.num_classes else nn.Identity()
         self.initialize(seed)
 
-    def forward(self, images: Tensor, *, any_size: bool = False, with_features: bool = False) -> Any:
+    def forward(self, images: Tensor, *, any_size: bool = False) -> Tensor:
         """(B, C, height, width) floats in [-1, 1] -> (B, K) logits, or (B, C) features if the model has no head.
 
-        any_size: also read images of another size than `config.image_size`. with_features: return (logits, features).
+        any_size: also read images of another size than `config.image_size`.
         Raises ValueError for images of another shape or of an integer type.
         """
-        features = self.features(images, any_size=any_size)
-        output = self.head(features)
-        return (output, features) if with_features else output
+        return self.head(self.features(images, any_size=any_size))
 
     def features(self, images: Tensor, *, any_size: bool = False) -> Tensor:
         """(B, C, height, width) -> (B, C), the input of the head: the mean of the feature map."""

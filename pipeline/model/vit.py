@@ -284,7 +284,6 @@ class VisionTransformer(ImageModel):
         any_size: bool = False,
         masked: tuple[Tensor, Tensor] | None = None,
         with_patches: bool = False,
-        with_features: bool = False,
     ) -> Any:
         """(B, C, height, width) floats in [-1, 1] -> (B, K) logits, or (B, D) features if the model has no head.
 
@@ -294,17 +293,13 @@ class VisionTransformer(ImageModel):
             call. UserError for a model whose positions cannot be.
         masked: bool (B, rows*columns) and a mask token (1, 1, D), which replaces the embeddings of these patches.
         with_patches: return (logits or features, patch tokens (B, rows*columns, D) after the final LayerNorm).
-        with_features: return (logits, features).
         Raises ValueError for images of another shape or of an integer type.
         """
         patches = self.embed(images, any_size=any_size)
         if masked is not None:
             patches = torch.where(masked[0][..., None], masked[1].to(patches.dtype), patches)
         tokens = self.encode(patches, self.grid_of(images))
-        features = self.pooled(tokens)
-        output = self.head(features)
-        if with_features:
-            return output, features
+        output = self.head(self.pooled(tokens))
         return (output, tokens[:, -patches.shape[1] :]) if with_patches else output
 
     def features(self, images: Tensor, *, any_size: bool = False) -> Tensor:

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -41,8 +41,7 @@ class SpikeScore:
 class SpikePolicy:
     """Finds loss spikes and decides what follows, by `health.on_spike`.
 
-    warn: continue. skip: the step of a spike is not taken; its loss is checked before the update (`check_of`).
-    rollback: return to a checkpoint before the first spike. All methods but `add` and `forget` are collective.
+    warn: continue. rollback: return to a checkpoint before the first spike. `react` is collective.
 
     num_spikes: since the run's first start, also those that were rolled back; the same on every rank.
     """
@@ -52,45 +51,32 @@ class SpikePolicy:
         self.scores = SpikeScore(config.spike_window, recent)
         self.num_spikes = num_spikes
         self._waiting: list[tuple[int, Tensor]] = []
-        self._found: list[tuple[int, str]] = []  # Step, from 1 as in log lines, and line of each spike.
-
-    def check_of(self, step: int) -> Callable[[Tensor], bool] | None:
-        """A check of the loss of a step (a rank's mean) that returns False if the step must be skipped; None if none
-        ever is.
-        """
-        return (lambda loss: self._judge(step, self.ranks.mean(loss))) if self.config.on_spike == "skip" else None
 
     def add(self, step: int, loss: Tensor) -> None:
-        """Keep a loss for `react`, unless it was checked. Does not wait for the device or the other ranks."""
-        if self.config.on_spike != "skip":
-            self._waiting.append((step, loss))
+        """Keep the loss of a step, from 1, for `react`. Does not wait for the device or the other ranks."""
+        self._waiting.append((step, loss))
 
     def react(self) -> tuple[list[str], int | None]:
         """Check the losses that were added. Returns (a line for each spike since the last call, oldest first; before
         which step to roll back).
         """
         losses = self.ranks.sum(*(float(loss) for _, loss in self._waiting)) if self._waiting else []
-        for (step, _), loss in zip(self._waiting, losses, strict=True):
-            self._judge(step, loss / self.ranks.world_size)
-        found = self._found
-        self._waiting, self._found = [], []
-        goes_back = bool(found) and self.config.on_spike == "rollback"
-        return [line for _, line in found], found[0][0] if goes_back else None
+        lines: list[str] = []
+        first = None
+        for (step, _), total in zip(self._waiting, losses, strict=True):
+            loss = total / self.ranks.world_size
+            if (score := self.scores.add(loss)) > self.config.spike_sigma:
+                first = first or step
+                lines.append(
+                    f"step {step:,}: a loss of {loss:.4f} is {score:.1f} standard deviations above those before it"
+                )
+        self.num_spikes += len(lines)
+        self._waiting = []
+        return lines, first if self.config.on_spike == "rollback" else None
 
     def forget(self, recent: Iterable[float]) -> None:
         """Continue with the losses of a checkpoint."""
         self.scores = SpikeScore(self.config.spike_window, recent)
-
-    def _judge(self, step: int, loss: float) -> bool:
-        score = self.scores.add(loss)
-        if score <= self.config.spike_sigma:
-            return True
-        self.num_spikes += 1
-        how = " (not taken)" if self.config.on_spike == "skip" else ""
-        self._found.append(
-            (step, f"step {step:,}: a loss of {loss:.4f} is {score:.1f} standard deviations above those before it{how}")
-        )
-        return False
 
 
 class Reports:

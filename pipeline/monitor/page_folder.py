@@ -2,7 +2,6 @@
 
     run.json                `RunFile`: facts, model, starts and the end of the last one; replaced as a whole
     page/environment.txt    versions of the system, of GPUs and of all installed packages
-    page/plan.txt           steps, batches and predicted memory
     page/predictions.npz    what the last evaluation predicted for each image
     page/figures/*.png      drawn at evaluations
     page/mistakes/          the most confident mistakes: a page, pictures, and a CSV (`pipeline/evaluate/mistakes.py`)
@@ -82,7 +81,7 @@ class PageFolder:
         self._write(RunFile(experiment, facts, (*self.starts(), start) if facts.steps else ()))
 
     def write_text(self, name: str, lines: list[str]) -> None:
-        """Write a text file, such as plan.txt."""
+        """Write a text file, such as environment.txt."""
         self.path.mkdir(parents=True, exist_ok=True)
         write_text(self.path / name, "\n".join(lines) + "\n")
 

@@ -16,10 +16,9 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.metric import Metric
 from pipeline.base.random_numbers import Purpose, torch_seed
-from pipeline.model import Config, Model, build
-from pipeline.objectives import classification, on_meta
+from pipeline.model import Config, Model
+from pipeline.objectives import classification
 from pipeline.objectives.objective import Objective
-from pipeline.objectives.parameters import optimizers
 from pipeline.settings import schema
 from pipeline.settings.command import listed
 from pipeline.settings.run import RunConfig
@@ -103,17 +102,6 @@ def create(config: RunConfig, backbone: Model) -> Objective:
 def training_flops(config: RunConfig, model: Config) -> int:
     """Floating-point operations of a run's training on one image. model: its backbone."""
     return _own(config).training_flops(config, model)
-
-
-def describe_groups(config: RunConfig, model: Config, num_steps: int) -> list[str]:
-    """A line for each parameter group of a run of `num_steps`, if there are others than with and without weight
-    decay.
-    """
-    with torch.device("meta"):
-        objective = create(config, build(model))
-    objective.num_steps = num_steps
-    on_meta.begin_step(objective)  # A plan does not run every objective's loss.
-    return optimizers.describe_groups(objective, config.optimizer)
 
 
 def flat_settings(config: RunConfig) -> dict[str, Any]:

@@ -1,9 +1,6 @@
 """Classification, of pre-training and fine-tuning: the backbone predicts the labels of an image.
 
-With data.targets, a second head beside the classes predicts numbers from the same features, so that the backbone learns
-both; it is in checkpoints, and not in the model that is scored and exported.
-
-Shapes: B batch, K classes, M labels per sample, T targets.
+Shapes: B batch, K classes, M labels per sample.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,25 +8,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.metric import Metric
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing, mix_pairs
-from pipeline.data.mixture.run_data import RunData
 from pipeline.model import Model
-from pipeline.model.layers import Dense
-from pipeline.objectives import regression
 from pipeline.objectives.objective import (
     Facts,
     Images,
     Inputs,
     Metrics,
     Objective,
-    mean_among_valid,
-    mean_of_valid,
 )
 from pipeline.settings.run import RunConfig
 
@@ -65,15 +57,8 @@ class Classification(Objective):
         return {"num_classes": num_classes}
 
     @classmethod
-    def values(cls, config: RunConfig) -> Metrics:
-        return {"targets_loss": Metric("loss", "lower")} if config.data.targets else {}
-
-    @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
-        made = cls(backbone, config.train.loss, config.train.label_smoothing)
-        if config.data.targets:
-            made.targets = TargetsHead(backbone.config.num_features, config.data.targets, config.train.targets_weight)
-        return made
+        return cls(backbone, config.train.loss, config.train.label_smoothing)
 
     def __init__(
         self,
@@ -85,48 +70,13 @@ class Classification(Objective):
         super().__init__(backbone)
         self.loss_kind, self.label_smoothing = kind, label_smoothing
         self.normalised = read or self.normalised  # type: ignore[assignment, method-assign]
-        self.targets: TargetsHead | None = None
-
-    def learn_from(self, data: RunData, head_is_trained: bool) -> str:
-        return "" if self.targets is None else self.targets.scale.learn_from(data)
-
-    def extra(self) -> dict[str, Any]:
-        return {} if self.targets is None else {"targets_head": self.targets.scale.facts()}
 
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
         views, facts = super().inputs(batch, device, mixing)
-        facts["labels"] = to_device(batch.labels, device)
-        if self.targets is not None:
-            facts["targets"] = self.targets.scale.of_batch(batch, device, facts.get("own"))
-        return Inputs(views, facts)
-
-    def loss(self, views: Images, facts: Facts) -> tuple[Tensor, Facts]:
-        if self.targets is None:
-            return super().loss(views, facts)
-        logits, features = self.backbone(views[0], with_features=True)
-        of_classes = losses(logits, facts["labels"], self.loss_kind, self.label_smoothing, facts.get("own"))
-        of_targets = regression.losses(self.targets(features), facts["targets"], "huber")
-        found = of_classes + self.targets.weight * of_targets
-        return mean_of_valid(found, facts["valid"]), {
-            "targets_loss": mean_among_valid(of_targets.detach(), facts["valid"])
-        }
+        return Inputs(views, facts | {"labels": to_device(batch.labels, device)})
 
     def losses(self, views: Images, facts: Facts) -> Tensor:
         return losses(self.backbone(views[0]), facts["labels"], self.loss_kind, self.label_smoothing, facts.get("own"))
-
-
-class TargetsHead(nn.Module):
-    """A linear layer, zero at first, from the features (B, D) to standardised targets (B, T). weight: of their loss."""
-
-    def __init__(self, num_features: int, names: Sequence[str], weight: float) -> None:
-        super().__init__()
-        self.weight, self.scale = weight, regression.TargetScale(names)
-        self.dense = Dense(num_features, len(names))
-        nn.init.zeros_(self.dense.weight)
-        nn.init.zeros_(self.dense.bias)
-
-    def forward(self, features: Tensor) -> Tensor:
-        return self.dense(features)
 
 
 def moved_class(data: str, of_data: Sequence[str], weights: str, of_weights: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import cos, log, pi
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal, cast
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import finite
 from pipeline.base.metric import Metric
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading.loader import Batch
@@ -50,12 +49,11 @@ from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 
 _SINKHORN_STEPS = 3
-# What is called a collapse: teacher_entropy over its maximum, after this share of the run. In the first steps, in which
-# the running mean is that of a new network, the teacher's outputs are nearly uniform.
-_UNIFORM, _SETTLED = 0.99, 0.1
-# A certain teacher (entropy below this share of the maximum) is a collapse only if the student follows it: KL below
-# this, in nats.
-_CERTAIN, _FOLLOWED = 0.01, 0.01
+# What the student's outputs are divided by, the teacher's in the first step, and the weight of the old running mean, as
+# in both papers.
+_STUDENT_TEMPERATURE, _FIRST_TEMPERATURE, _CENTRE_MOMENTUM = 0.1, 0.04, 0.9
+# Share of the run before which nothing is called a collapse: the features of a new network are alike.
+_SETTLED = 0.1
 # Of the first large view, the second, and the small ones.
 _OfViews = Annotated[list[Share], Len(3, 3)]
 _TINY, _LOWEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).min
@@ -71,10 +69,8 @@ class DinoSettings(GramSettings):
     solarise: _OfViews = setting(
         [0.0, 0.2, 0.0], "Probability of solarising the first large view, the second, and the small ones."
     )
-    student_temperature: PositiveFloat = setting(0.1, "What the student's outputs are divided by.")
-    teacher_temperature: PositiveFloat = setting(0.04, "What the teacher's outputs are divided by; 0.04 to 0.07.")
-    teacher_temperature_start: PositiveFloat = setting(
-        0.04, "The same in the first step, from which it changes linearly."
+    teacher_temperature: PositiveFloat = setting(
+        0.04, "What the teacher's outputs are divided by, after a linear change from 0.04 in the first step; to 0.07."
     )
     temperature_warmup: Length = setting(Length.parse("10%"), "How long it changes, in the unit of train.length or %.")
     momentum: ShareBelow1 = setting(
@@ -91,35 +87,13 @@ class DinoSettings(GramSettings):
         "Against collapse: subtract a running mean of the teacher's outputs (mean), or balance those of each"
         " micro-batch over all ranks by 3 iterations of Sinkhorn-Knopp (sinkhorn; DINOv2's).",
     )
-    centre_momentum: ShareBelow1 = setting(
-        0.9,
-        "Weight of the old running mean, which with sinkhorn centres only what is measured on held-out images.",
-    )
     ibot_weight: NonNegativeFloat = setting(0.0, "Weight of the loss of masked patches (iBOT); 1 in DINOv2, 0: off.")
     ibot_head: Literal["shared", "separate"] = setting(
         "shared", "Head of the patches: that of the image (DINOv2), or one of their own (DINOv3).", needs="ibot_weight"
     )
-    ibot_share_min: float = setting(
-        0.1,
-        "Smallest share of patches that is masked, in half of the large views.",
-        above=0,
-        below=1,
-        needs="ibot_weight",
-    )
-    ibot_share_max: float = setting(
-        0.5, "Largest share of patches that is masked.", above=0, below=1, needs="ibot_weight"
-    )
     koleo_weight: NonNegativeFloat = setting(
         0.0, "Weight of KoLeo, which spreads the features of each large view evenly; 0.1 in DINOv2, 0: off."
     )
-
-    def check(self) -> None:
-        super().check()
-        if self.ibot_share_min > self.ibot_share_max:
-            raise UserError(
-                f"objective.ibot_share_min = {self.ibot_share_min} must not be above objective.ibot_share_max ="
-                f" {self.ibot_share_max}."
-            )
 
 
 class Dino(GramAnchored):
@@ -169,13 +143,6 @@ class Dino(GramAnchored):
             )
 
     @classmethod
-    def compares_micro_batch(cls, objective: Mapping[str, Any]) -> str:
-        if objective.get("centring") == "sinkhorn":
-            return "objective.centring = sinkhorn"
-        weight = objective.get("koleo_weight", 0)
-        return f"objective.koleo_weight = {weight}" if finite(weight) else ""
-
-    @classmethod
     def values(cls, config: RunConfig) -> Metrics:
         given: DinoSettings = cls.settings(config)
         found = {"teacher_entropy": Metric(), "teacher_kl": Metric(), "embedding_std": Metric("ratio", "higher")}
@@ -208,8 +175,7 @@ class Dino(GramAnchored):
         """warmup, frozen: shares of the run, of the temperature and of the frozen prototypes."""
         super().__init__(backbone)
         self.given, self.warmup, self.frozen, self.progress = given, warmup, frozen, 0.0
-        vit, shares = cast(ViTConfig, backbone.config), (given.ibot_share_min, given.ibot_share_max)
-        self.masks = masks = BlockMasks(vit.grid, shares, seed) if given.ibot_weight else None
+        self.masks = masks = BlockMasks(cast(ViTConfig, backbone.config).grid, seed) if given.ibot_weight else None
         shape = backbone.config.num_features, given.hidden, given.bottleneck, given.prototypes
         self.head = DinoHead(*shape)
         self.patch_head = DinoHead(*shape) if masks and given.ibot_head == "separate" else None
@@ -271,7 +237,7 @@ class Dino(GramAnchored):
     def _student(self, features: Tensor, views: Images) -> Tensor:
         """float32 (V, B, K): the student's outputs over its temperature. features: of the global views."""
         local = [self.backbone(images, any_size=True) for images in views[2:]]
-        outputs = self.head(torch.cat([features, *local])).float() / self.given.student_temperature
+        outputs = self.head(torch.cat([features, *local])).float() / _STUDENT_TEMPERATURE
         return outputs.view(-1, len(views[0]), outputs.shape[1])
 
     def _targets(self, outputs: Tensor, counted: Tensor, centre: str) -> Tensor:
@@ -297,7 +263,7 @@ class Dino(GramAnchored):
         with torch.no_grad():
             outputs = self.teacher[name](teacher_patches.flatten(0, 1).index_select(0, indices))
             targets = self._targets(outputs, weights.flatten() > 0, "patch_centre")
-        found = _losses(student / self.given.student_temperature, targets)
+        found = _losses(student / _STUDENT_TEMPERATURE, targets)
         return (found * weights.flatten()).sum() / (2 * len(weights))
 
     # ------------------------------------------------------------------ around a step
@@ -306,36 +272,19 @@ class Dino(GramAnchored):
 
     def before_step(self, step: int) -> None:
         self.progress = step / self.num_steps
-        first, last = self.given.teacher_temperature_start, self.given.teacher_temperature
-        warmup = self.warmup * self.num_steps
-        self.temperature.fill_(first + (last - first) * float(min(1, step / warmup if warmup else 1)))
+        warmup, rise = self.warmup * self.num_steps, self.given.teacher_temperature - _FIRST_TEMPERATURE
+        self.temperature.fill_(_FIRST_TEMPERATURE + rise * float(min(1, step / warmup if warmup else 1)))
         for name in self.centres:
             getattr(self, f"{name}_sums").zero_()
 
     def collapse(self, values: Mapping[str, float]) -> str:
-        entropy, most = values["teacher_entropy"], log(self.given.prototypes)
-        if self.progress < _SETTLED:
-            return ""
-        if same := super().collapse(values):
-            return same
-        if entropy > _UNIFORM * most:
-            return (
-                f"the teacher's outputs are uniform (teacher_entropy {entropy:.3f} of at most {most:.3f}); lower"
-                " objective.teacher_temperature"
-            )
-        if entropy < _CERTAIN * most and values["teacher_kl"] < _FOLLOWED:
-            return (
-                f"the teacher gives all images the same prototype (teacher_entropy {entropy:.3f}, teacher_kl"
-                f" {values['teacher_kl']:.3f}); raise objective.teacher_temperature, or use"
-                " objective.centring=sinkhorn"
-            )
-        return ""
+        return super().collapse(values) if self.progress >= _SETTLED else ""
 
     def after_step(self) -> None:
         for name in self.centres:
             sums, centre = summed(getattr(self, f"{name}_sums")), getattr(self, name)
             mean = torch.where(sums[-1] > 0, sums[:-1] / sums[-1].clamp(min=1), centre)
-            centre.lerp_(mean, 1 - self.given.centre_momentum)
+            centre.lerp_(mean, 1 - _CENTRE_MOMENTUM)
 
 
 # ---------------------------------------------------------------------- the formulae, as functions of tensors (public:
@@ -442,19 +391,16 @@ def _initialise(weight: Tensor) -> None:
 
 
 _BLOCKS, _REST = Purpose.named("ibot_blocks"), Purpose.named("ibot_rest")
-# As in DINOv2: smallest block in patches, smallest and largest aspect ratio, tries in a row for a block that adds
-# patches.
-_LEAST_BLOCK, _ASPECT, _TRIES = 4, (0.3, 1 / 0.3), 10
+# As in DINOv2: smallest and largest share of a view's patches that are masked, smallest block in patches, smallest and
+# largest aspect ratio, tries in a row for a block that adds patches.
+_SHARES, _LEAST_BLOCK, _ASPECT, _TRIES = (0.1, 0.5), 4, (0.3, 1 / 0.3), 10
 
 
 @dataclass(frozen=True)
 class BlockMasks:
-    """Draws the masks. grid: (rows, columns) of patches. shares: smallest and largest share of a view's patches that
-    are masked.
-    """
+    """Draws the masks. grid: (rows, columns) of patches."""
 
     grid: tuple[int, int]
-    shares: tuple[float, float]
     seed: int
 
     def draw(self, batch: Batch) -> dict[str, Tensor]:
@@ -466,13 +412,13 @@ class BlockMasks:
         has fewer.
         weights: float32 (B, M), of each index in the mean over its image's masked patches; 0 where it repeats.
         """
-        B, N, M = len(batch.rows), math.prod(self.grid), self._count(self.shares[1])
+        B, N, M = len(batch.rows), math.prod(self.grid), self._count(_SHARES[1])
         masked = np.zeros((2 * B, N), np.bool_)
         indices, weights = np.zeros((B, M), np.int64), np.zeros((B, M), np.float32)
         for i, sample in enumerate(zip(batch.epochs.tolist(), batch.rows.tolist(), strict=True)):
             draw = random_numbers.draws(self.seed, _BLOCKS, *sample)
             row = i if draw(0) < 0.5 else B + i
-            least, most = self.shares
+            least, most = _SHARES
             masked[row] = self._mask(*sample, self._count(least + (most - least) * draw(1))).ravel()
             places = np.flatnonzero(masked[row])
             indices[i] = row * N + np.pad(places, (0, M - len(places)), mode="edge")

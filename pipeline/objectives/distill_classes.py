@@ -10,7 +10,7 @@ Shapes: B batch, K classes.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,9 @@ from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.base.words import counted
 from pipeline.model import Config, Model
-from pipeline.objectives.classification import Classification, classes_note
+from pipeline.objectives.classification import Classification, classes_note, moved_class
 from pipeline.objectives.objective import Facts, Images, Metrics, Objective, mean_among_valid, mean_of_valid
 from pipeline.objectives.parts.teacher import TaughtObjective, TeacherSettings, seen_by_teacher
-from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 
@@ -31,17 +30,6 @@ from pipeline.settings.schema import setting
 class DistillClassesSettings(TeacherSettings):
     temperature: float = setting(
         1.0, "By which the logits of both are divided; above 1, unlikely classes count more.", min=0.01, max=1000
-    )
-    teacher_size: ImageSize | None = setting(
-        None, "Size of the images that the teacher reads, resized from the view, as 224 or 224x384; null is its own."
-    )
-    teacher_loss: Literal["auto", "softmax", "sigmoid"] = setting(
-        "auto",
-        "Loss that the teacher was trained with, which makes its probabilities; auto is what its file says, or"
-        " softmax.",
-    )
-    match_classes: bool = setting(
-        True, "Refuse a teacher whose classes have other names than those of the data; false takes classes by number."
     )
 
 
@@ -53,23 +41,6 @@ class DistillClasses(TaughtObjective, Classification):
 
     # ------------------------------------------------------------------ settings
     @classmethod
-    def check(cls, config: RunConfig) -> None:
-        super().check(config)
-        teacher = cls.published(config).config
-        try:
-            of_teacher = cls.teacher_config(config, teacher)
-        except UserError as error:
-            raise UserError(f"objective.teacher_size = {cls.settings(config).teacher_size}: {error}") from None
-        assert of_teacher is not None
-        (height, width), view = of_teacher.image_size, config.model.image_size
-        if height * view.width != width * view.height:
-            raise UserError(
-                f"objective.teacher = {cls.settings(config).teacher} would read images of {height} x {width} pixels,"
-                f" and model.image_size = {view}: what it sees would be distorted. Set objective.teacher_size to a size"
-                " of that shape."
-            )
-
-    @classmethod
     def check_classes(cls, config: RunConfig, num_classes: int, names: Sequence[str]) -> str:
         teacher, published = cls.settings(config).teacher, cls.published(config)
         if published.config.num_classes != num_classes:
@@ -78,18 +49,18 @@ class DistillClasses(TaughtObjective, Classification):
                 f" {config.data.path} has {num_classes}. Use weights that were fine-tuned on these classes."
             )
         of_teacher = published.extra.get("classes") or ()
-        note = classes_note(config.data.path, names, teacher, of_teacher) if names else ""
-        if note and of_teacher and cls.settings(config).match_classes:
+        if moved := moved_class(config.data.path, names, teacher, of_teacher):
             raise UserError(
-                f"objective.teacher: {note}. The accuracy on held-out images would be that of other classes. Use a data"
-                " set with the teacher's classes in their order (class_list of launch/shard.py). If only the names"
-                " differ: objective.match_classes=false."
+                f"objective.teacher: {moved}. The accuracy on held-out images would be that of other classes. Use a"
+                " data set with the teacher's classes in their order (class_list of launch/shard.py)."
             )
-        return note
+        return classes_note(config.data.path, names, teacher, of_teacher) if names else ""
 
     @classmethod
     def teacher_adaptation(cls, config: RunConfig, model: Config) -> dict[str, Any]:
-        return {"image_size": cls.settings(config).teacher_size}
+        """Its own image size, or the view's if that has another shape."""
+        own, view = cls.published(config).config.image_size, config.model.image_size
+        return {"image_size": own if own[0] * view.width == own[1] * view.height else view}
 
     @classmethod
     def values(cls, config: RunConfig) -> Metrics:
@@ -98,10 +69,8 @@ class DistillClasses(TaughtObjective, Classification):
     # ------------------------------------------------------------------ module
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
-        given: DistillClassesSettings = cls.settings(config)
-        of_file = str(cls.published(config).extra.get("loss", "softmax"))
-        kind = of_file if given.teacher_loss == "auto" else given.teacher_loss
-        return cls(backbone, cls.read_teacher(config, backbone.config), kind, given.temperature)
+        kind = str(cls.published(config).extra.get("loss", "softmax"))
+        return cls(backbone, cls.read_teacher(config, backbone.config), kind, cls.settings(config).temperature)
 
     def __init__(self, backbone: Model, teacher: Model, kind: str = "softmax", temperature: float = 1.0) -> None:
         """teacher: frozen, with the classes of the backbone. kind: see `divergence`."""

@@ -36,9 +36,14 @@ from pipeline.model.channels import first_layer
 from pipeline.model.layers import kernel_names
 from pipeline.model.weights import ADDITION
 from pipeline.objectives import on_meta
-from pipeline.objectives.parameters import freeze as freezing
-from pipeline.objectives.parameters.freeze import NOTHING, freeze, num_frozen_blocks
-from pipeline.objectives.parameters.lora import add_factors, new_factors
+from pipeline.objectives.parameters.trained import (
+    FREEZE_BACKBONE,
+    NOTHING,
+    add_factors,
+    freeze,
+    new_factors,
+    num_frozen_blocks,
+)
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import Settings, build
@@ -121,16 +126,11 @@ class Objective(nn.Module):
                 f"train.loss = {config.train.loss} predicts no classes: leave out {', '.join(given)}, or use an"
                 " objective that does, as softmax."
             )
-        if config.train.freeze == freezing.BACKBONE and not (cls.predicts or config.train.lora_rank):
+        if config.train.freeze == FREEZE_BACKBONE and not (cls.predicts or config.train.lora_rank):
             raise UserError(
-                f"train.freeze = {freezing.BACKBONE} with train.loss = {config.train.loss} trains nothing that is"
+                f"train.freeze = {FREEZE_BACKBONE} with train.loss = {config.train.loss} trains nothing that is"
                 " exported: add train.lora_rank=8, or use train.freeze='all but 2 blocks'."
             )
-        train, is_of_whole_batch = config.train, OBJECTIVES[config.train.loss].of_whole_batch
-        compares = f"train.loss = {train.loss}" if is_of_whole_batch else cls.compares_micro_batch(config.objective)
-        name = "global_batch" if is_of_whole_batch else "micro_batch"
-        if compares and 1 in (train.global_batch, getattr(train, name)):
-            raise UserError(f"{compares} compares the images of a batch, and train.{name} = 1 has one. Use 2 or more.")
         config.share_of_run("train.heads_first", config.train.heads_first)
         if cls.teacher_momentum is not Objective.teacher_momentum and config.optimizer.ema_decay:
             raise UserError(
@@ -173,23 +173,6 @@ class Objective(nn.Module):
     def teacher_config(cls, config: RunConfig, model: Config) -> Config | None:
         """The model of these weights, for the images that it reads; None for none. model: the backbone's."""
         return None
-
-    @classmethod
-    def initial_file(cls, config: RunConfig) -> Path | None:
-        """The file of init.weights, if this objective has read it already: a run begins with that one, also if a newer
-        checkpoint is there by then. None if not.
-        """
-        return None
-
-    @classmethod
-    def compares_micro_batch(cls, objective: Mapping[str, Any]) -> str:
-        """Returns the setting with which `loss` compares the images of a micro-batch on all ranks, so that it depends
-        on how a batch is cut.
-
-        "" for none. A resumed run then says that another micro-batch is another loss. objective: the section of that
-        name.
-        """
-        return ""
 
     @classmethod
     def metrics(cls, config: RunConfig) -> Metrics:

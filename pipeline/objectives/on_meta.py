@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from pipeline.data.loading.loader import Batch
 from pipeline.model import Config, ViTConfig, build
-from pipeline.objectives.parameters.freeze import NOTHING, num_frozen_blocks
+from pipeline.objectives.parameters.trained import NOTHING, num_frozen_blocks
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 

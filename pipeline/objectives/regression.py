@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from pydantic import PositiveFloat
 from torch import Tensor, nn
 
-from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.base.words import counted
 from pipeline.data.loading.loader import Batch, to_device
@@ -28,35 +27,22 @@ from pipeline.model import Model
 from pipeline.model.weights import TARGET_SCALE, TARGETS
 from pipeline.objectives.objective import Facts, Images, Inputs, Metrics, Objective
 from pipeline.settings.run import RunConfig
-from pipeline.settings.schema import Settings, setting
+from pipeline.settings.schema import Settings
 
 
 class RegressionSettings(Settings):
-    loss: Literal["huber", "squared"] = "huber"
-    """Loss of a standardised error: its square (squared); or half of that up to objective.delta, and linear beyond
-    (huber), so that few wrong or extreme values do not decide.
+    delta: PositiveFloat = 1.0
+    """Error from which the Huber loss is linear, in standard deviations of the target, so that few wrong or extreme
+    values do not decide; below, half of its square. 100 is the squared error.
     """
-    delta: PositiveFloat = setting(1.0, needs="loss=huber")
-    """Huber: error from which the loss is linear, in standard deviations of the target."""
 
 
 class Regression(Objective):
-    """Huber or squared error of standardised targets."""
+    """Huber loss of standardised targets."""
 
     Settings = RegressionSettings
     predicts = "targets"
     trains_backbone_alone = True
-
-    @classmethod
-    def check(cls, config: RunConfig) -> None:
-        super().check(config)
-        names: dict[str, str] = {}
-        for target in config.data.targets:
-            if (other := names.setdefault(metric_name(target), target)) != target:
-                raise UserError(
-                    f"data.targets: {other!r} and {target!r} would have metrics of one name, {metric_name(target)}:"
-                    " rename a column, or choose one of them."
-                )
 
     @classmethod
     def metrics(cls, config: RunConfig) -> Metrics:
@@ -94,10 +80,10 @@ class Regression(Objective):
     def losses_of(self, values: Tensor, targets: Tensor) -> Tensor:
         """The loss (n,) of predictions and targets (n, T) in their own units."""
         predicted, true = (self.scale.standardised(of.to(self.scale.mean.device)) for of in (values, targets))
-        return losses(predicted, true, self.given.loss, self.given.delta).cpu()
+        return losses(predicted, true, self.given.delta).cpu()
 
     def losses(self, views: Images, facts: Facts) -> Tensor:
-        return losses(self.backbone(views[0]), facts["targets"], self.given.loss, self.given.delta)
+        return losses(self.backbone(views[0]), facts["targets"], self.given.delta)
 
     def forward(
         self, views: Images, facts: Facts, task: Literal["loss", "measure", "backbone"] = "loss"
@@ -176,18 +162,16 @@ def metrics_of(targets: Sequence[str]) -> Metrics:
     return {"r2": scores["r2"], "spearman": scores["spearman"], **of_each}
 
 
-def losses(predicted: Tensor, targets: Tensor, kind: str, delta: float = 1.0) -> Tensor:
+def losses(predicted: Tensor, targets: Tensor, delta: float) -> Tensor:
     """Loss per sample, float32 (B,), of standardised predictions and targets (B, T), NaN for a missing one: the sum
     over those that are there, divided by T, so that each value counts the same.
 
-    kind "squared": the squared error. "huber": half of it up to delta, delta * (error - delta / 2) beyond (Huber 1964).
+    Half of the squared error up to delta, delta * (error - delta / 2) beyond (Huber 1964).
     """
     present = targets.isfinite()
     # In place of a missing value, the prediction: NaN times 0 would be NaN, also in the gradient.
     predicted = predicted.float()
     known = torch.where(present, targets, predicted.detach())
-    if kind == "squared":
-        return F.mse_loss(predicted, known, reduction="none").mean(1)
     return F.huber_loss(predicted, known, reduction="none", delta=delta).mean(1)
 
 

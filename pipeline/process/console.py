@@ -73,9 +73,7 @@ def progress_line(
     """
     retries = metrics["storage_retries"]
     own = "".join(f"{name.removeprefix('train_')} {text}  " for name, text in (logged or {}).items())
-    mfu = ""
-    if "mfu" in metrics:
-        mfu = f" MFU {metrics['mfu']:.1%} " if metrics["mfu"] <= 1 else " MFU above 100%: is engine.peak_tflops right? "
+    mfu = f" MFU {metrics['mfu']:.1%} " if "mfu" in metrics else ""
     left = (total - done) * global_batch / max(metrics["images_per_second"], 1e-9)
     return (
         f"step {done:,}/{total:,}  loss {metrics['loss']:.4f}  {own}lr {metrics['lr']:.2e}  grad"

@@ -59,10 +59,6 @@ class Ranks:
             dist.all_reduce(total)
         return total.tolist()
 
-    def mean(self, value: torch.Tensor | float) -> float:
-        """Mean over ranks."""
-        return self.sum(float(value))[0] / self.world_size
-
     def sum_later(self, value: float) -> Callable[[], float]:
         """Start a sum over ranks without waiting. Returns a function that waits for the sum and returns it."""
         if self.world_size == 1:

@@ -228,8 +228,7 @@ class DataConfig(Settings):
     epoch, 0 all classes equally often, 0.5 is between. A sample's class is its first label.
     """
     targets: Distinct[str] = setting(list, on_change="run")
-    """Which numbers of the data set to learn (target_columns of launch/shard.py). train.loss=regression: empty is all.
-    softmax, sigmoid: those that a second head learns beside the classes; empty is none.
+    """train.loss=regression: which numbers of the data set to learn (target_columns of launch/shard.py); empty is all.
     """
     threads: Threads = setting(2, on_change="nothing")
     """Decoding threads of each rank."""
@@ -413,8 +412,6 @@ class TrainConfig(Settings):
     """LoRA: the changes are multiplied by lora_alpha / lora_rank."""
     lora_layers: list[str] = setting(["qkv", "out"], min_items=1, needs="lora_rank", on_change="run")
     """LoRA: dense layers of each block: qkv, out, up, down."""
-    targets_weight: PositiveFloat = setting(1.0, needs="loss=softmax,sigmoid", on_change="run")
-    """Softmax, sigmoid: weight of the Huber loss of data.targets, in addition to that of the classes."""
     label_smoothing: Share = setting(0.0, needs="loss=softmax,pseudo_labels")
     """Softmax: share of the target spread over all classes."""
     log_every: LogInterval = setting(LogInterval.parse("10 s"), above=0, on_change="nothing")
@@ -422,7 +419,7 @@ class TrainConfig(Settings):
     seconds, every 1% of the run and at least every 50 steps: what a run records does not depend on its speed.
     """
     max_skipped_steps: NonNegativeInt = setting(20, on_change="comparison")
-    """Steps skipped for non-finite gradients, or by health.on_spike=skip, above which the run stops."""
+    """Steps skipped for non-finite gradients, above which the run stops."""
     stop_after_minutes: float = minutes(0.0)
     """Wall-clock limit of each start, including the final checkpoint: the run exits in time with code 75. 0: none."""
 
@@ -444,8 +441,6 @@ class OptimizerConfig(Settings):
     """Adam: term added to the denominator."""
     momentum: ShareBelow1 = setting(0.9, needs="name=sgd")
     """SGD: momentum."""
-    muon_momentum: ShareBelow1 = setting(0.95, needs="name=muon")
-    """Muon: Nesterov momentum of the matrices."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay of dense kernels, multiplied by the learning rate; Adam, Muon: decoupled, SGD: added to the
     gradient.
@@ -651,9 +646,9 @@ class CheckpointConfig(Settings):
 
 
 class HealthConfig(Settings):
-    on_spike: Literal["warn", "skip", "rollback"] = "warn"
-    """When the loss is far above recent losses: log it (warn); skip the step, for which ranks agree on each step's loss
-    before its backward pass (skip); or return to the last checkpoint before it and skip the data since then (rollback).
+    on_spike: Literal["warn", "rollback"] = "warn"
+    """When the loss is far above recent losses: log it (warn); or return to the last checkpoint before it and skip the
+    data since then (rollback).
     """
     spike_sigma: PositiveFloat = 6.0
     """A spike is this many standard deviations above the recent mean."""
@@ -803,15 +798,10 @@ class RunConfig(Settings):
         """A line for each setting that a value of another section takes its effect from; what must be set is named by
         its `needs`.
         """
-        decay, freeze, weight = self.optimizer.layer_decay, self.train.freeze, self.train.targets_weight
-        found = []
-        if decay != 1 and freeze in _FREEZE_ALL_BLOCKS:
-            found.append(
-                f"optimizer.layer_decay = {decay:g} has no effect with train.freeze = {freeze}, which trains no block"
-            )
-        if weight != 1 and not self.data.targets:
-            found.append(f"train.targets_weight = {weight:g} has no effect without data.targets")
-        return found
+        decay, freeze = self.optimizer.layer_decay, self.train.freeze
+        if decay == 1 or freeze not in _FREEZE_ALL_BLOCKS:
+            return []
+        return [f"optimizer.layer_decay = {decay:g} has no effect with train.freeze = {freeze}, which trains no block"]
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError with the arithmetic."""
@@ -876,10 +866,10 @@ class RunConfig(Settings):
                 f"train.global_batch = {batch} is not divisible by data.streams = {streams}. "
                 f"Use data.streams={math.gcd(batch, streams)}."
             )
-        if self.data.targets and self.labels not in ("targets", "learned"):
+        if self.data.targets and self.labels != "targets":
             raise UserError(
-                f"data.targets = {quoted(self.data.targets)} needs train.loss=regression, softmax or sigmoid;"
-                f" {self.train.loss} learns no numbers. Leave it out."
+                f"data.targets = {quoted(self.data.targets)} needs train.loss=regression; {self.train.loss} learns no"
+                " numbers. Leave it out."
             )
         self.schedule.check_decay("schedule.")
         if self.probe.every.amount:

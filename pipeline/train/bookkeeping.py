@@ -7,17 +7,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline import model as models
-from pipeline.base import json_record
 from pipeline.base.errors import DivergedError, UserError
 from pipeline.base.metric import Metric
-from pipeline.base.progress import duration
 from pipeline.base.trained_on import TRAINED_ON, TrainedSet
-from pipeline.base.words import counted, si, significant
+from pipeline.base.words import counted
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import (
@@ -37,7 +34,6 @@ from pipeline.data.loading.order import batches_before, skip_batches
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.retry import Retry
-from pipeline.evaluate.intervals import of_samples
 from pipeline.model import Model
 from pipeline.monitor.health import Reports, SlowRanks, SpikePolicy
 from pipeline.monitor.profile import Meter
@@ -191,8 +187,8 @@ class TrainingRun(StartingPoint):
     def rolled_back_after_spikes_on_all_ranks(self) -> bool:
         """Report loss spikes since the last call and apply health.on_spike. Returns whether the run was rolled back.
 
-        "warn" continues; "skip" has already skipped the step; "rollback" loads the newest checkpoint before the spike
-        and skips the batches that led to it. Raises DivergedError when the budget of skipped steps or rollbacks is
+        "warn" continues; "rollback" loads the newest checkpoint before the spike and skips the batches that led to it.
+        Raises DivergedError when the budget of skipped steps or rollbacks is
         exceeded.
         """
         config, console, progress = self.config, self.console, self.progress
@@ -202,8 +198,8 @@ class TrainingRun(StartingPoint):
             console.say(line)
         if engine.skipped_steps > config.train.max_skipped_steps:
             raise DivergedError(
-                f"{counted(engine.skipped_steps, 'step')} skipped by step {progress.step:,}, for a non-finite gradient"
-                f" or a loss that jumped, more than train.max_skipped_steps = {config.train.max_skipped_steps}. Lower"
+                f"{counted(engine.skipped_steps, 'step')} skipped by step {progress.step:,}, for a non-finite gradient,"
+                f" more than train.max_skipped_steps = {config.train.max_skipped_steps}. Lower"
                 " optimizer.lr, use a longer schedule.warmup or engine.precision=fp32, or raise the budget."
             )
         if roll_back_before is None:
@@ -400,7 +396,7 @@ class TrainingRun(StartingPoint):
         step = self.progress.step
         status, outcome = "FAILED", f"{how} after step {step:,}: {reason}"
         if how == "finished":
-            status, outcome = "FINISHED", f"finished, but {reason}" if reason else how
+            status, outcome = "FINISHED", how
         elif how == "stopped":
             status, outcome = "KILLED", f"stopped by {reason} at step {step:,}; the same command resumes it"
         told = self._result(tracker.facts, status, outcome)
@@ -408,16 +404,7 @@ class TrainingRun(StartingPoint):
 
     def _result(self, facts: RunFacts, status: str, outcome: str) -> str:
         """Markdown for the end of the description: what was measured, and what a reviewer should know of it."""
-        plan, step, meter, bad = self.plan, self.progress.step, self.meter, self.counts.unreadable
-        table = [
-            "| | planned | done |",
-            "|---|---|---|",
-            f"| steps | {plan.steps:,} | {step:,} |",
-            f"| images | {plan.steps * plan.global_batch:,} | {step * plan.global_batch:,} |",
-            "| arithmetic | {} | {} |".format(
-                *(si(1e18 * facts.axes(n).get("exaflops", 0.0), "FLOP") for n in (plan.steps, step))
-            ),
-        ]
+        bad = self.counts.unreadable
         # A rank that failed cannot ask the others: it knows of its own images, and what they counted at the last log
         # line.
         until = ""
@@ -434,42 +421,4 @@ class TrainingRun(StartingPoint):
         warnings += [self.collapses.first.rstrip(".")] * bool(self.collapses.first)
         warned = f"Warnings: {', '.join(warnings)}" if warnings else "No step was skipped, no image unreadable"
         found = "; ".join([outcome, *last_scores(self.folder, facts)])
-        lines = [f"**Result**, with 95 % intervals: {found}. {warned}{until}.", "\n".join(table)]
-        if meter.total_seconds:
-            lines.append(
-                f"{significant(meter.average)} images/s over {duration(meter.total_seconds)} of training since the last"
-                " start."
-            )
-        return "\n\n".join(lines)
-
-    def caveats(self) -> str:
-        """Warnings about a finished run: most steps were skipped, or its score is no better than guessing; "" without
-        any.
-        """
-        skipped, step, num_classes = self.engine.skipped_steps, self.progress.step, self.data.dataset.num_classes
-        told = []
-        if 2 * skipped > step:
-            told.append(
-                f"{skipped:,} of {counted(step, 'step')} were skipped, for a non-finite gradient or a loss that jumped:"
-                " lower optimizer.lr, use a longer schedule.warmup or engine.precision=fp32"
-            )
-        scores, probe = (
-            json_record.read_or_none(self.folder / file, dict[str, Any]) or {} for file in ("scores.json", "probe.json")
-        )
-        if probe.get("step") == step and (worse := probe.get("worse")):
-            told.append(f"its features are worse than those of init.weights: {worse}")
-        count, top1 = scores.get("top1_effective_images") or scores.get("num_samples"), scores.get("top1")
-        if top1 is not None and count and scores["step"] == step and (split := self.data.evaluation):
-            # What always naming the most common class would score.
-            constant = float(np.bincount(split.label_values, minlength=1).max()) / len(split)
-            chance = max(constant, 1 / num_classes)
-            if (found := of_samples(top1, count)).low <= chance < 1:
-                told.append(
-                    f"top-1 {top1:.2%} (95% interval {found.low:.2%} to {found.high:.2%} on"
-                    f" {counted(len(split), 'image')}) is no better than guessing: one class for all images has"
-                    f" {chance:.2%}"
-                )
-        r2 = scores.get("r2")
-        if r2 is not None and scores["step"] == step and r2 <= 0:
-            told.append(f"R2 {r2:.4f} is no better than always predicting the mean of the held-out values")
-        return "; ".join(told)
+        return f"**Result**, with 95 % intervals: {found}. {warned}{until}."

@@ -195,7 +195,7 @@ class ProbeEvaluator(Evaluator):
         first, worse = (last.first if last else {}) if step else metrics, ""
         if run.config.init.weights:
             worse = worse_than_first(metrics, first, {one.name: len(one.test) for one in probe.labelled})
-        content = scores | {TRAINED_BY: trained, "first": first, "worse": worse}
+        content = scores | {TRAINED_BY: trained, "first": first}
         collapsed = {"probe_collapse": 1} if found else {}
         return Evaluation(metrics | collapsed, content, line, collapse=found, worse=worse)
 

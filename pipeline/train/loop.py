@@ -4,7 +4,7 @@ Read it from top to bottom. `setup.py` prepares what the loop uses, `start.py` s
 `_on_all_ranks` is a collective call: when one rank makes it, all must.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -51,7 +51,7 @@ def train_on_all_ranks(run: "TrainingRun") -> None:
         lr = learning_rate(config.schedule, run.peak_lr, step, plan.steps, plan.warmup, plan.cooldown)
         size = ImageSize(*micro_batches[0].views[0].shape[-3:-1])
         mixing = draw_mixing(config.augment, size, config.seed, step)
-        result = training_step(run.engine, micro_batches, step, lr, mixing, run.spikes.check_of(step + 1))
+        result = training_step(run.engine, micro_batches, step, lr, mixing)
         progress.step = step + 1
         run.record_step(micro_batches, result.loss)
 
@@ -111,20 +111,17 @@ def training_step(
     step: int,
     lr: float,
     mixing: Mixing | None = None,
-    accept: Callable[[Tensor], bool] | None = None,
 ) -> StepResult:
     """One optimizer step on this rank's micro-batches. Collective, unless the trainer uses one device.
 
-    step: from 0. mixing: how to mix images in pairs, None for not at all. accept: called on every rank with its mean
-    loss before the last backward pass; if it returns False, the step is skipped. A step is also skipped when a gradient
-    is non-finite on any rank. A skipped step leaves weights, moments and EMA unchanged.
+    step: from 0. mixing: how to mix images in pairs, None for not at all. A step is skipped when a gradient is
+    non-finite on any rank: it leaves weights, moments and EMA unchanged.
     """
     trainer.begin_step(step, lr)
     num_samples = sum(len(batch.rows) for batch in micro_batches)
     total = torch.zeros((), device=trainer.ranks.device)
     means: dict[str, Tensor] = {}
     for i, batch in enumerate(micro_batches):
-        is_last = i == len(micro_batches) - 1
         trainer.seed_dropout(i)
         inputs = trainer.objective.inputs(batch, trainer.ranks.device, mixing)
         with trainer.clock.device("forward"):
@@ -132,12 +129,10 @@ def training_step(
         total += loss.detach()
         for name, value in values.items():
             means[name] = means.get(name, 0) + value.detach() / len(micro_batches)
-        if is_last and accept is not None and not accept(total / len(micro_batches)):
-            loss = loss * float("nan")  # Every ZeRO stage skips a step with a non-finite gradient.
         with trainer.clock.device("backward"):
             trainer.backward(loss, share=len(batch.rows) / num_samples)
         with trainer.clock.device("optimizer"):
-            trainer.update(is_last)
+            trainer.update(is_last=i == len(micro_batches) - 1)
     return StepResult(total / len(micro_batches), means, trainer.end_step())
 
 

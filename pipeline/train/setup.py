@@ -47,7 +47,7 @@ from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.retry import Retry
 from pipeline.data.storage.tars import check_tars_on_all_ranks
 from pipeline.estimate.memory import checkpoint_bytes, refuse_too_large, what_takes_less
-from pipeline.estimate.plan import Plan, accumulation
+from pipeline.estimate.plan import Plan
 from pipeline.model import Model, read_weights
 from pipeline.model.files import find_file
 from pipeline.model.weights import TARGETS
@@ -77,7 +77,7 @@ from pipeline.train.bookkeeping import Identity, Progress, RunCounts, StartingPo
 from pipeline.train.drawing import DrawingProcess
 from pipeline.train.fitted_head import fit_head_on_all_ranks
 from pipeline.train.loop import Feed, training_step
-from pipeline.train.shown_facts import environment, plan_lines, run_facts
+from pipeline.train.shown_facts import environment, run_facts
 from pipeline.train.start import Prepared
 
 if TYPE_CHECKING:  # DeepSpeed is imported late: it takes seconds.
@@ -97,11 +97,6 @@ _FACTS = {
 
 # In the errors of a lack of memory: of CUDA's allocator, the CPU, NCCL and cuBLAS.
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
-# In torch's error for an operation, whose name it begins with, under engine.deterministic.
-_NO_SUCH_KERNEL = " does not have a deterministic implementation"
-# In the errors of torch.compile (engine.compile) without a C++ compiler for a CPU's kernels, and without Triton, or the
-# C compiler that it needs, for a GPU's.
-_NO_COMPILER = ("InvalidCxxCompiler", "Cannot find a working triton installation", "Failed to find C compiler")
 
 
 # ---------------------------------------------------------------------- set-up
@@ -223,8 +218,7 @@ def _find_weights(config: RunConfig, console: Console) -> WeightsOrigin:
     """The weights that a run begins with, which it may go on without later. Raises UserError if there are none."""
     assert config.init.weights is not None
     weights = weights_path(config.init.weights, config.track.uri, console.say, config.out)
-    file = objectives.kind(config.train.loss).initial_file(config) or find_file(Path(weights), console.say)
-    return find_origin(file, weights)
+    return find_origin(find_file(Path(weights), console.say), weights)
 
 
 def find_checkpoint_on_all_ranks(
@@ -303,28 +297,7 @@ def _compare(path: AnyPath, now: Identity, num_steps: int) -> list[str]:
             f"the run is finished, and was another one: {other}. Set it back to use what was trained ({path}), "
             "raise train.length to train on, or start another run with name=..."
         )
-    return [hide_passwords(str(change)) for change in changed] + _other_comparison(state.identity, now)
-
-
-def _other_comparison(then: Identity, now: Identity) -> list[str]:
-    """A line if the loss compares the images of a micro-batch on all ranks, and compares another number of them than
-    before.
-    """
-    section = {name.removeprefix("objective."): value for name, value in now.items() if name.startswith("objective.")}
-    name = objectives.kind(now["train.loss"]).compares_micro_batch(section) if "train.loss" in now else ""
-    if not name or "ranks" not in then:
-        return []
-    before, after = (
-        batch // accumulation(batch, identity["train.micro_batch"], identity["ranks"])
-        for identity in (then, now)
-        for batch in [identity["train.global_batch"]]
-    )
-    if before == after:
-        return []
-    return [
-        f"{name} compares the images of a micro-batch, which were {before} on all ranks and are {after}: another loss"
-        " from here on (train.micro_batch)"
-    ]
+    return [hide_passwords(str(change)) for change in changed]
 
 
 def initial_model(
@@ -431,8 +404,7 @@ def _build_training_on_all_ranks(
 
 
 # ---------------------------------------------------------------------- dry run
-# One step and one evaluation batch of the largest shapes before training, so that out-of-memory shows at once, and so
-# does an operation whose bits a GPU cannot repeat (engine.deterministic).
+# One step and one evaluation batch of the largest shapes before training, so that out-of-memory shows at once.
 def dry_run_on_all_ranks(engine: "Engine", prepared: Prepared) -> None:
     """Run one training step and one batch of each evaluator, of the largest shapes; leaves no trace in model or
     optimizer.
@@ -492,18 +464,6 @@ def room(what: str, way_out: Callable[[], str]) -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError) as error:
         reason = str(error).partition("\n")[0]
-        operation, has_no_kernel, _ = reason.partition(_NO_SUCH_KERNEL)
-        if has_no_kernel:
-            raise OneRankError(
-                f"torch has no kernel for {operation} that gives the same bits each time on this GPU. Use"
-                " engine.deterministic=false (a resumed run then differs in the last bits), or compute it otherwise."
-            ) from None
-        if any(words in str(error) for words in _NO_COMPILER):
-            what = "Triton and a C compiler" if torch.cuda.is_available() else "a C++ compiler (g++, or what CXX names)"
-            raise OneRankError(
-                f"engine.compile = true needs {what}, which {socket.gethostname()} does not have. Install it, or use"
-                " engine.compile=false."
-            ) from None
         if not isinstance(error, MemoryError) and not any(words in str(error) for words in _NO_MEMORY):
             raise
         traceback.clear_frames(error.__traceback__)  # Frees tensors: the estimate below needs memory.
@@ -518,13 +478,12 @@ def _begin_run_on_all_ranks(
     """Begin what measures the run and what saves it. undone: ends threads and processes if set-up fails."""
     config, ranks, folder, console = start.config, start.ranks, start.folder, start.console
     dataset, state = start.data.dataset, start.state
-    peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
+    peak, peak_source = peak_flops(ranks.device, engine.dtype)
     model = start.model.config
     flops: int = ranks.on_main(partial(objectives.training_flops, config, model))
     learned = counted(dataset.num_classes, "class") if dataset.classes else "no labels"
     if config.data.targets:
-        classes = f"{learned} and " if config.needs_labels else ""
-        learned = f"{classes}numbers to predict: {', '.join(config.data.targets)}"
+        learned = f"numbers to predict: {', '.join(config.data.targets)}"
     speed = f"; {si(peak, 'FLOP/s')} a device ({peak_source})" if peak else ""
     console.say(
         f"{significant(models.num_parameters(model) / 1e6)} M parameters, {si(flops, 'FLOP')} to train on an image;"
@@ -548,7 +507,6 @@ def _begin_run_on_all_ranks(
         write_settings(config, folder)
         write_text(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
         page.write_text("environment.txt", environment(ranks.device))
-        page.write_text("plan.txt", plan_lines(config, start.plan, start.model))
     watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes, start.stop.record_failure)
     undone.callback(watchdog.close)
     draws = ranks.is_main and config.track.figures

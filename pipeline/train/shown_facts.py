@@ -15,18 +15,15 @@ from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.base.metric import probed_data, score_of
 from pipeline.base.trained_on import TRAINED_BY, TrainedSet
-from pipeline.base.words import counted, of_classes, on_one_line, si, significant
+from pipeline.base.words import counted, of_classes, on_one_line
 from pipeline.data.dataset.dedup_report import read_dedup_report
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import Split
 from pipeline.data.mixture.run_data import RunData
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.retry import StorageError
-from pipeline.estimate.memory import rank_memory
-from pipeline.estimate.plan import Plan
 from pipeline.evaluate import architecture
 from pipeline.evaluate.intervals import of_samples
-from pipeline.model import Model
 from pipeline.monitor.metrics_file import METRICS_FILE, by_name, read_metrics
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import (
@@ -159,20 +156,6 @@ def environment(device: torch.device) -> list[str]:
         names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
         lines.append(f"GPUs of the first host: {', '.join(names)}; NCCL {torch.cuda.nccl.version()}")
     return [*lines, "", *installed_packages()]
-
-
-def plan_lines(config: RunConfig, plan: Plan, model: Model) -> list[str]:
-    """The plan and the predicted memory, for plan.txt."""
-    memory = rank_memory(model.config, config, plan.micro_batch, plan.accumulation, plan.world_size)
-    images = plan.steps * plan.global_batch
-    return [
-        plan.describe(),
-        *plan.notes(config),
-        *objectives.without_effect(config),
-        f"{counted(images, 'image')}, {si(images * objectives.training_flops(config, model.config), 'FLOP')}",
-        f"{significant(memory.total / 2**30)} GiB of memory for each rank's tensors at the most, predicted",
-        *objectives.describe_groups(config, model.config, plan.steps),
-    ]
 
 
 def last_scores(folder: Path, facts: RunFacts) -> Iterator[str]:

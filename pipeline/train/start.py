@@ -73,8 +73,6 @@ def _train(stop: Stop, prepared: Prepared) -> None:
     reason = None
     try:
         reason = _train_until_stopped(run)
-        if not reason:
-            stop.caveat = run.caveats()
     finally:
         run.close(is_finished=reason == "")
     progress, console = run.progress, run.console
@@ -84,13 +82,12 @@ def _train(stop: Stop, prepared: Prepared) -> None:
             " code 75)"
         )
         stop.leave(progress.step, reason)
-    stop.show_end("finished", stop.caveat)
-    but = f", but {stop.caveat}" if stop.caveat else ""
+    stop.show_end("finished", "")
     if run.resumed is not None and progress.start >= prepared.plan.steps:
-        console.say(f"nothing left to do: the run is finished{but}")
+        console.say("nothing left to do: the run is finished")
         return
     speed = f"{significant(run.meter.average)} images/s over {duration(run.meter.total_seconds)} of training, in "
-    console.say(f"finished: {speed if prepared.plan.steps else ''}{run.folder}{but}")
+    console.say(f"finished: {speed if prepared.plan.steps else ''}{run.folder}")
     for way in run.tracker.how_to_open() if run.tracker else []:
         console.say(f"in a browser: {way}")
 
@@ -176,19 +173,4 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
         from pipeline.evaluate.probes.probe import open_run_probe  # Imports torch.
 
         run_probe = open_run_probe(config, data.own, data.split.parts[0], probed, data.split.pixels)
-    refuse_missing_weights(config)
     return Prepared(config, data, run_probe, plan, draw)
-
-
-def refuse_missing_weights(config: RunConfig) -> None:
-    """Raise UserError if init.weights do not exist, unless the run has a checkpoint to resume from."""
-    from pipeline.checkpoint.store import Checkpoints, checkpoint_folder
-    from pipeline.model.files import find_file
-    from pipeline.monitor.mlflow.weights import is_uri
-
-    weights = config.init.weights
-    if weights and not is_uri(weights) and not Checkpoints(checkpoint_folder(config)).candidates():
-        try:
-            find_file(Path(weights), say=lambda line: None)  # A damaged checkpoint is named when the weights are read.
-        except UserError as error:
-            raise UserError(f"init.weights = {error}") from error

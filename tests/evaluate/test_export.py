@@ -214,8 +214,6 @@ def test_another_size_and_no_head(weights, tmp_path):
     assert torch.equal(back.positions, resample_positions(load(weights).positions.detach(), (6, 6), "zoom", (4, 4)))
 
 
-
-
 @pytest.mark.parametrize(("loss", "problem_type"), [("softmax", None), ("sigmoid", "multi_label_classification")])
 def test_hugging_face_is_told_of_sigmoids(tmp_path, loss, problem_type):
     """Its image-classification pipeline divides by the sum over all classes otherwise, and so would predict.py of the

@@ -44,7 +44,7 @@ augment: {eval_crop: resize}
 train: {length: 12 steps, global_batch: 24, micro_batch: 24, loss: softmax, log_every: 1, max_skipped_steps: 2}
 optimizer: {name: sgd, weight_decay: 0}
 schedule: {decay: cosine, warmup: 1 steps}
-engine: {precision: fp32, peak_tflops: 0.1}
+engine: {precision: fp32}
 evaluate: {every: 100%}
 checkpoint: {every: 100%, best: val_top1}
 track: {enabled: false, figures: false}

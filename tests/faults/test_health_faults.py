@@ -71,7 +71,6 @@ def out(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("nan in a weight", of(dataset, folder, "weight", "engine.zero_stage=0", "train.max_skipped_steps=3")),
         ("spike", of(dataset, folder, "said")),
         ("", of(dataset, folder, "said", f"train.length={STEPS + 1} steps")),  # A second start.
-        ("spike", of(dataset, folder, "skipped", "health.on_spike=skip", *EMA)),
         ("spike", of(dataset, folder, "rolled", "health.on_spike=rollback")),
         ("spike", mixed),
         ("", [*mixed, mix_of(dataset, (0, 1), (9, 3), (17, 2)), "train.length=17 steps"]),
@@ -111,7 +110,7 @@ def test_stages_agree_on_what_follows(out: Path) -> None:
             assert found[step] == pytest.approx(expected[step], rel=2e-5), (name, step)
 
 
-@pytest.mark.parametrize("name", [*LOSSES, "skipped"])
+@pytest.mark.parametrize("name", LOSSES)
 def test_a_skipped_step_leaves_the_mean_of_the_weights_as_it_was(out: Path, name: str) -> None:
     """Step 10 is skipped: the mean after it is that after step 9, and the weights of step 9 are still those."""
     two_before, after = (
@@ -142,12 +141,6 @@ def test_a_spike_is_said(out: Path) -> None:
     # What was counted is in the checkpoint: a second start counts on, and describes the whole run.
     assert metrics(out / "said", "loss_spikes")[STEPS + 1] == 1
     assert "Warnings: 1 loss spikes." in (out / "said" / "run.json").read_text()
-
-
-def test_a_spike_can_be_left_out_of_the_weights(out: Path) -> None:
-    assert "(not taken)" in log(out / "skipped")
-    assert metrics(out / "skipped", "skipped_steps")[STEPS] == 1
-    assert metrics(out / "skipped")[BAD_STEP + 1] < metrics(out / "said")[BAD_STEP + 1] * 1.5
 
 
 def rows_of_steps(out: Path, name: str) -> list[tuple[int, list[int]]]:

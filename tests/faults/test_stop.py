@@ -36,7 +36,6 @@ LONG = (
     "checkpoint.every=12 steps",
     "evaluate.batch=5",
     "model.dropout=0.1",
-    "engine.peak_tflops=1",
 )
 
 

@@ -28,14 +28,11 @@ SETTINGS = (
     "objective.bottleneck=8",
     "objective.local_views=2",
     "objective.local_size=8",
-    "objective.student_temperature=1",
-    "objective.teacher_temperature_start=0.1",
     "objective.teacher_temperature=0.2",
     "objective.temperature_warmup=4 steps",
     f"objective.momentum={MOMENTUM}",
     f"objective.frozen={FROZEN_STEPS} steps",
     "objective.ibot_weight=0.5",
-    "objective.ibot_share_max=0.8",
     "objective.ibot_head=separate",
 )
 

@@ -32,7 +32,6 @@ def settings(dataset: Path, out: Path, name: str, *more: str) -> list[str]:
         "evaluate.every=3 steps",
         "checkpoint.every=3 steps",
         "engine.precision=fp32",
-        "engine.peak_tflops=0.1",
         "track.enabled=false",
         "track.figures=false",
         *more,

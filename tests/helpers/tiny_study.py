@@ -10,7 +10,7 @@ augment: {eval_crop: resize}
 train: {length: 8 steps, global_batch: 24, micro_batch: 24, loss: softmax, log_every: 1, max_skipped_steps: 2}
 optimizer: {lr: 1.0e-3}
 schedule: {decay: cosine, warmup: 1 steps}
-engine: {precision: fp32, peak_tflops: 0.1}
+engine: {precision: fp32}
 evaluate: {every: 100%}
 checkpoint: {every: 50%}
 TRACK

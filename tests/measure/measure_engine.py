@@ -46,7 +46,7 @@ def pipeline_step(given: argparse.Namespace, ranks: Ranks, batch: Batch) -> Call
         meter.step(given.batch)
         if number % given.steps == 0:
             meter.read()
-            return ranks.mean(result.loss)
+            return ranks.sum(float(result.loss))[0] / ranks.world_size
         return 0.0
 
     return step

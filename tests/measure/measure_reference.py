@@ -64,7 +64,7 @@ RUNS = {
     "masked_mean_color": (2, ("train.loss=masked_mean_color", *_MASKED, "engine.zero_stage=3")),
     "masked_small_patch": (1, ("train.loss=masked_small_patch", *_MASKED)),
     "masked_pixels": (2, ("train.loss=masked_pixels", *_MASKED, "engine.precision=bf16", "optimizer.ema_decay=0.9")),
-    "probed": (1, ("probe.every=3 steps", "probe.neighbours=3", "health.on_spike=skip")),
+    "probed": (1, ("probe.every=3 steps", "probe.neighbours=3")),
 }
 
 

@@ -64,7 +64,6 @@ TRAIN_SIZES = [
     "evaluate.every=100%",
     "checkpoint.every=4 steps",
     "checkpoint.keep=100",
-    "engine.peak_tflops=0.1",
 ]
 VTAB_SIZES = [
     "seeds=[0]",

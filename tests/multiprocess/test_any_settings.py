@@ -81,7 +81,7 @@ VALUES: dict[str, list[Any]] = {
     "evaluate.every": ["1 steps", "100%"],
     "probe.every": ["0 steps", "1 steps"],
     "probe.neighbours": [0, 5],
-    "health.on_spike": ["warn", "skip", "rollback"],
+    "health.on_spike": ["warn", "rollback"],
 }
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -78,34 +77,6 @@ def train_twice(runs: dict[str, list[str]]) -> None:
         torch._dynamo.reset()
         train([[*overrides, f"name={name}-compiled", "engine.compile=true"]])
         print("graphs", name, counters["stats"]["unique_graphs"], flush=True)
-
-
-def train_without_compiler(overrides: list[str]) -> None:
-    """In a rank: as on a host without a C++ compiler."""
-    from forked import train
-    from torch._inductor import config
-
-    without_trials()
-    config.cpp.cxx = (None, "/absent/g++")
-    train([overrides])
-
-
-@pytest.mark.slow
-def test_a_host_without_a_compiler_is_named_in_one_line(
-    forge: Forge, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was a traceback of a hundred lines."""
-    run = settings(dataset, tmp_path, "compiled", "engine.compile=true", "model.depth=1", "train.micro_batch=24")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    started = forge.start_work(1, "test_compile:train_without_compiler", run)
-    assert started.wait() == [2], started.said()
-    said = started.said()
-    assert "Traceback" not in said, said
-    assert (
-        f"engine.compile = true needs a C++ compiler (g++, or what CXX names), which {socket.gethostname()} does not"
-        " have" in said
-    )
-    assert "Install it, or use engine.compile=false." in said
 
 
 SMALL_VIEWS = ("model.representation=false", "objective.local_views=2", "objective.local_size=8")

@@ -21,7 +21,6 @@ OF_DINO = (
     "objective.local_size=8",
     "objective.momentum=0.8",
     "objective.ibot_weight=0.5",
-    "objective.ibot_share_max=0.8",
 )
 OF_LEJEPA = ("objective.local_views=0", "objective.hidden=16", "objective.width=8", "train.micro_batch=12")
 OF_MAE = ("objective.decoder_width=16", "objective.decoder_depth=1", "objective.decoder_heads=2")

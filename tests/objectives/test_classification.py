@@ -1,16 +1,11 @@
 """Losses against torch's losses and against the formulas."""
 
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline import model as models
-from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import mix_pairs
-from pipeline.objectives.classification import Classification, TargetsHead, losses
+from pipeline.objectives.classification import losses
 from pipeline.objectives.objective import mean_of_valid
 
 
@@ -75,29 +70,3 @@ def test_invalid_samples_count_as_zero(kind: str, logits: torch.Tensor) -> None:
     found.backward()
     assert (logits.grad[~valid] == 0).all()
     assert (logits.grad[valid] != 0).any(1).all()
-
-
-@pytest.mark.parametrize("name", ["ViT-Ti/8", "BiT-R50x1"])
-def test_a_second_head_learns_numbers_from_the_same_features(name: str) -> None:
-    small = {"depth": 1, "width": 12, "num_heads": 1, "mlp_width": 8, "representation": False}
-    model = models.create(name, 32, 5, **(small if "ViT" in name else {"width": 32}))
-    made = Classification(model, "softmax")
-    made.targets = TargetsHead(model.config.num_features, ["age"], weight=0.5)
-    targets = torch.tensor([[10.0], [20.0], [float("nan")], [40.0]])
-    split = SimpleNamespace(target_values=targets.numpy())
-    made.learn_from(SimpleNamespace(split=split), head_is_trained=False)  # type: ignore[arg-type]
-    images = torch.randint(0, 256, (1, 4, 32, 32, 3), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
-    rows, valid = np.arange(4), torch.tensor([True, True, True, False])
-    batch = Batch((images,), ONE[:4], valid, rows, 0 * rows, targets)
-    views, facts = made.inputs(batch, torch.device("cpu"), None)
-    torch.nn.init.normal_(made.targets.dense.weight)
-    loss, values = made(views, facts)
-    predicted = made.targets(model.features(views[0]))[:2]
-    standardised = (targets[:2] - np.mean([10, 20, 40])) / np.std([10, 20, 40])
-    expected = F.huber_loss(predicted, standardised.float(), reduction="none").sum()
-    torch.testing.assert_close(values["targets_loss"], expected / 3)
-    of_classes = losses(model(views[0]), ONE[:4], "softmax")[:3].sum()
-    torch.testing.assert_close(loss, (of_classes + 0.5 * expected) / 4)
-    loss.backward()
-    assert made.targets.dense.weight.grad is not None
-    assert made.targets.dense.weight.grad.abs().sum() > 0

@@ -163,15 +163,6 @@ def test_the_centre_is_a_running_mean_of_the_teachers_outputs() -> None:
     torch.testing.assert_close(objective.centre, 0.1 * torch.cat(outputs).mean(0))
 
 
-def test_a_step_that_is_skipped_leaves_the_centre() -> None:
-    objective = dino(DINOV2)
-    objective(*read(objective, batch_of([True] * 3)))
-    objective.before_step(1)  # Without `after_step`.
-    objective.after_step()
-    assert not objective.centre.any()
-    assert not objective.patch_centre.any()
-
-
 def test_evaluation_leaves_the_centre_and_draws_no_masks() -> None:
     objective = dino(DINOV2)
     objective.centre.copy_(0.1 * normal(12))
@@ -246,7 +237,7 @@ def test_dinov2_adds_masked_patches_and_koleo() -> None:
 
 
 def test_masks_are_blocks_of_one_of_the_two_views() -> None:
-    masks, batch = BlockMasks((14, 14), (0.1, 0.5), seed=1), batch_of([True] * 64)
+    masks, batch = BlockMasks((14, 14), seed=1), batch_of([True] * 64)
     masked, indices, weights = (values.numpy() for values in masks.draw(batch).values())
     by_view = masked.reshape(2, 64, 196).sum(2)
     assert ((by_view == 0).sum(0) == 1).all()
@@ -267,7 +258,7 @@ def test_masks_are_blocks_of_one_of_the_two_views() -> None:
 
 
 def test_masks_depend_on_the_sample_alone() -> None:
-    masks = BlockMasks((4, 6), (0.1, 0.5), seed=1)
+    masks = BlockMasks((4, 6), seed=1)
     whole, batch = masks.draw(batch_of([True] * 6)), batch_of([True] * 6)
     part = masks.draw(Batch(batch.views, batch.labels, batch.valid, batch.rows[4:], batch.epochs[4:]))
     assert torch.equal(part["masked"].view(2, 2, 24), whole["masked"].view(2, 6, 24)[:, 4:])
@@ -277,7 +268,7 @@ def test_masks_depend_on_the_sample_alone() -> None:
 
 # ---------------------------------------------------------------------- around a step
 def test_schedules() -> None:
-    objective = dino(replace(GIVEN, teacher_temperature_start=0.04, teacher_temperature=0.07))
+    objective = dino()
     found = []
     for step in (0, 2, 5, 9):  # Half of the run is warm-up.
         objective.before_step(step)
@@ -289,19 +280,11 @@ def test_schedules() -> None:
 
 
 def test_a_collapse_is_named_with_what_to_change() -> None:
-    objective = dino()
-    same, uniform, certain = (
-        {"embedding_std": 0.01, "teacher_entropy": 1.0, "teacher_kl": 1.0},
-        {"embedding_std": 0.5, "teacher_entropy": math.log(12), "teacher_kl": 0.0},
-        {"embedding_std": 0.5, "teacher_entropy": 0.001, "teacher_kl": 0.001},
-    )
+    objective, same = dino(), {"embedding_std": 0.01}
     assert not objective.collapse(same)  # At the start of a run, this says nothing.
     objective.before_step(5)
     assert "objective.centring=sinkhorn" in objective.collapse(same)
-    assert "objective.teacher_temperature" in objective.collapse(uniform)
-    assert "the same prototype" in objective.collapse(certain)
-    assert not objective.collapse(certain | {"teacher_kl": 0.5})
-    assert not objective.collapse({"embedding_std": 0.5, "teacher_entropy": 0.1, "teacher_kl": 0.0})
+    assert not objective.collapse({"embedding_std": 0.5})
 
 
 # ---------------------------------------------------------------------- from other weights

@@ -3,8 +3,6 @@ labels.
 """
 
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +19,6 @@ from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import Mixing
-from pipeline.estimate.activations import saved_by_loss
 from pipeline.estimate.forecast import make_forecast
 from pipeline.model import build, configure, save
 from pipeline.objectives.distill_classes import DistillClasses, divergence
@@ -97,15 +94,14 @@ def test_the_loss_is_of_readable_images_and_reads_no_label(teacher: Path) -> Non
     assert values.keys() == DistillClasses.values(run(teacher)).keys()
 
 
-def test_the_teacher_reads_its_own_size_or_another(teacher: Path) -> None:
-    for size, setting in ((24, "null"), (36, 36)):
-        objective = create(teacher, f"objective.teacher_size={setting}").train()
-        assert objective.frozen_teacher.config.image_size == (size, size)
-        assert not objective.frozen_teacher.training  # It has dropout.
-        assert objective.inputs(batch(), torch.device("cpu"), None).facts["seen"].shape[2:] == (size, size)
-        losses(objective, batch())[0].backward()
-        assert all(p.grad is None for p in objective.frozen_teacher.parameters())
-        assert all(p.grad is not None for p in objective.backbone.parameters())
+def test_the_teacher_reads_its_own_size_or_another_shape(teacher: Path) -> None:
+    objective = create(teacher).train()
+    assert not objective.frozen_teacher.training  # It has dropout.
+    assert objective.inputs(batch(), torch.device("cpu"), None).facts["seen"].shape[2:] == (24, 24)
+    losses(objective, batch())[0].backward()
+    assert all(p.grad is None for p in objective.frozen_teacher.parameters())
+    assert all(p.grad is not None for p in objective.backbone.parameters())
+    assert create(teacher, "model.image_size=24x48").frozen_teacher.config.image_size == (24, 48)
 
 
 @pytest.mark.parametrize("mixing", [Mixing(0.7, None), Mixing(0.75, (0, 0, 8, 8))])
@@ -127,35 +123,14 @@ def test_what_cannot_be_its_teacher_is_said_in_one_line(teacher: Path, dataset: 
         assert str(planned.value) == str(error.value)
         return str(error.value)
 
-    def refused(check: Callable[..., object], teacher: Path | str, *of_check: object, more: Sequence[str] = ()) -> str:
-        with pytest.raises(UserError) as error:
-            check(run(teacher, *more), *of_check)
-        return str(error.value)
-
     assert f"has 5 classes, {dataset} has 4. Use weights that were fine-tuned on these" in said(
         weights(tmp_path / "five", 5, [*CLASSES, "class4"])
     )
     moved = weights(tmp_path / "moved", classes=[*CLASSES[:2], *CLASSES[:1:-1]])
-    assert "objective.match_classes=false" in said(moved)
-    assert "would read images of 24 x 24 pixels, and model.image_size = 16x32" in refused(
-        objectives.check, teacher, more=["model.image_size=16x32"]
-    )
-    objectives.check(run(teacher, "model.image_size=16x32", "objective.teacher_size=24x48"))
+    assert "class 2 of" in said(moved)
     bare = make_dataset(tmp_path / "bare", {"train": 30}, labelled=False)
     with pytest.raises(UserError, match="distill_classes needs labels, and this data set has none"):
         prepare(schema.load(RunConfig, None, given(teacher, bare)))
-
-
-def test_frozen_blocks_are_counted_in_the_whole_model(teacher: Path) -> None:
-    """Counts were of models of two and three blocks, which have no four to freeze: no such run could start."""
-    deep = ("model.depth=6", "train.freeze=4 blocks", "init.weights=w", "model.name=null")
-    config = run(teacher, *deep[1:], *[f"model.{name}=null" for name in ("width", "depth", "mlp_width", "num_heads")])
-    model = configure("ViT-mu/8", 16, 4, width=32, depth=6)
-    whole = replace(config, train=replace(config.train, freeze="none"))
-    assert DistillClasses.training_flops(config, model) < DistillClasses.training_flops(whole, model)
-    for ranks in (1, 2):
-        kept = saved_by_loss(DistillClasses, config, model, 4, torch.float32, False, ranks)
-        assert kept.total < saved_by_loss(DistillClasses, whole, model, 4, torch.float32, False, ranks).total
 
 
 def test_a_run_on_images_with_and_without_labels_is_scored_and_resumes_exactly(

@@ -16,20 +16,18 @@ from pipeline import objectives
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch
-from pipeline.model import build, configure, forward_macs, load, save
+from pipeline.model import build, configure, load, save
 from pipeline.objectives.objective import Facts, Objective, constants
 from pipeline.objectives.parts.gram import ANCHORED, gram_losses, on_grid
 from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
-from pipeline.train import setup
 from pipeline.train.setup import initial_model
 
 OF_LOSS = {
     "dino": ["objective.prototypes=12", "objective.hidden=16", "objective.bottleneck=8", "objective.ibot_weight=1"],
-    "lejepa": ["objective.hidden=16", "objective.width=6", "objective.directions=12", "objective.global_views=3"],
+    "lejepa": ["objective.hidden=16", "objective.width=6", "objective.directions=12"],
 }
-LARGE = {"dino": 2, "lejepa": 3}
 ON = ("objective.gram_weight=2.5",)
 TWICE = (*ON, "objective.gram_size=32")
 
@@ -106,18 +104,6 @@ def test_the_loss_is_that_of_the_paper() -> None:
     np.testing.assert_allclose(gram_losses(7 * own, own), 0, atol=1e-12)
 
 
-def test_features_are_reduced_as_the_official_code_does() -> None:
-    """Halved by the cubic kernel with a = -0.75, which is not widened: the weights of four neighbours."""
-    tokens = torch.randn(2, 8 * 12, 3, generator=torch.Generator().manual_seed(0))
-    found = on_grid(tokens, (8, 12), (4, 6)).unflatten(1, (4, 6))
-    kernel, grid = np.array([-0.09375, 0.59375, 0.59375, -0.09375]), tokens.double().numpy().reshape(2, 8, 12, 3)
-    for row, column in ((1, 1), (2, 4)):  # At the edges, the last patch is repeated.
-        part = grid[:, 2 * row - 1 : 2 * row + 3, 2 * column - 1 : 2 * column + 3]
-        expected = np.einsum("brcd,r,c->bd", part, kernel, kernel)
-        np.testing.assert_allclose(found[:, row, column], expected, rtol=1e-4, atol=1e-6)
-    assert on_grid(tokens, (8, 12), (8, 12)) is tokens
-
-
 @pytest.mark.parametrize("size", [(), ("objective.gram_size=32",)], ids=["same size", "twice the size"])
 @pytest.mark.parametrize("loss", OF_LOSS)
 def test_a_step_adds_the_loss_of_each_large_view(weights: Path, loss: str, size: tuple[str, ...]) -> None:
@@ -133,11 +119,11 @@ def test_a_step_adds_the_loss_of_each_large_view(weights: Path, loss: str, size:
         anchor = objective.frozen_teacher(facts[ANCHORED], with_patches=True)[1]
         if size:
             anchor = on_grid(anchor, (4, 4), (2, 2))
-    assert own.shape == anchor.shape == (LARGE[loss] * 3, 4, own.shape[2])
+    assert own.shape == anchor.shape == (2 * 3, 4, own.shape[2])
     pairs = list(zip(own.double().numpy(), anchor.double().numpy(), strict=True))
     # The second image of three is unreadable.
-    expected = sum(of_image(*pairs[3 * view + image]) for view in range(LARGE[loss]) for image in (0, 2))
-    expected /= 3 * LARGE[loss]
+    expected = sum(of_image(*pairs[3 * view + image]) for view in range(2) for image in (0, 2))
+    expected /= 3 * 2
     assert values["gram_loss"].item() == pytest.approx(expected, rel=1e-4)
     off = run(weights, loss)
     before = {**objective.state_dict()}
@@ -186,41 +172,10 @@ def test_the_anchor_is_what_the_run_began_with(weights: Path, loss: str) -> None
         assert not anchor.training  # It has dropout.
         assert not any(p.requires_grad for p in anchor.parameters())
         assert not [name for name, _ in constants(objective) if "teacher" in name]
-    begun, own = create(run(weights, loss, *ON)), objectives.kind(loss)
+    begun = create(run(weights, loss, *ON))
     state = begun.backbone.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in begun.frozen_teacher.state_dict().items())
-    config = run(weights, loss, *ON)
-    assert own.initial_file(config) == weights
-    assert own.initial_file(run(weights, loss)) is None
-    assert objectives.teacher_digest(config)
-
-
-def test_a_run_begins_with_the_file_of_its_anchor(tmp_path: Path) -> None:
-    """The weights of a run that trains on: its newest checkpoint is another one a moment later."""
-    for step in (1, 2):
-        folder = tmp_path / "old" / "checkpoints" / f"step-{step:08d}"
-        folder.mkdir(parents=True)
-        save(build(configure("ViT-mu/8", 16, 5), seed=step), folder / "model.safetensors")
-        (folder.parent / "latest").write_text(folder.name)
-        if step == 1:
-            config = run(tmp_path / "old", "dino", *ON)
-            digest = objectives.teacher_digest(config)
-    say = SimpleNamespace(say=print)
-    assert "step-00000001" in setup._find_weights(config, say).path
-    assert "step-00000002" in setup._find_weights(run(tmp_path / "old", "dino"), say).path
-    assert objectives.teacher_digest(config) == digest
-
-
-@pytest.mark.parametrize("loss", OF_LOSS)
-def test_the_anchor_has_no_factors_of_lora(weights: Path, loss: str) -> None:
-    config = run(weights, loss, *TWICE, "train.freeze=backbone", "train.lora_rank=2")
-    plain, adapted, batch = create(run(weights, loss, *TWICE)), create(config), batch_of(config)
-    (_, expected, _), (_, found, gradients) = step(plain, batch), step(adapted, batch)
-    assert torch.equal(found["gram_loss"], expected["gram_loss"]), "factors begin at 0"
-    assert any(name.startswith("lora.") for name in gradients)
-    assert not any(name.startswith("backbone.blocks") for name in gradients)
-    anchors = (one.frozen_teacher.state_dict() for one in (plain, adapted))
-    assert all(torch.equal(*pair) for pair in zip(*(anchor.values() for anchor in anchors), strict=True))
+    assert objectives.teacher_digest(run(weights, loss, *ON))
 
 
 def test_the_anchor_reads_the_channels_of_the_data(weights: Path) -> None:
@@ -232,22 +187,14 @@ def test_the_anchor_reads_the_channels_of_the_data(weights: Path) -> None:
 
 
 def test_the_anchor_sees_the_crops_without_distortions(weights: Path) -> None:
-    for loss, large in LARGE.items():
+    for loss in OF_LOSS:
         *others, anchored = objectives.kind(loss).views(run(weights, loss, *TWICE, "augment.flip_vertical=true"))
-        assert (anchored.count, anchored.size, anchored.repeats) == (large, (32, 32), 0)
+        assert (anchored.count, anchored.size, anchored.repeats) == (2, (32, 32), 0)
         assert all(group.repeats is None for group in others)
         given, seen = others[0].augment, anchored.augment
         for name in ("crop", "area_min", "area_max", "aspect_min", "aspect_max", "flip", "flip_vertical", "turns"):
             assert getattr(seen, name) == getattr(given, name)
         assert (given.color_jitter, seen.color_jitter, seen.blur) == (0.4, 0, 0)
-
-
-def test_arithmetic_counts_the_anchor_without_its_backward_pass(weights: Path) -> None:
-    model = load(weights, 16, 0, representation=False).config
-    twice = forward_macs(replace(model, image_size=(32, 32)))
-    without, with_anchor = (objectives.training_flops(run(weights, "lejepa", *more), model) for more in ((), TWICE))
-    # The similarities of 4 patches are 2 % more.
-    assert with_anchor - without == pytest.approx(2 * LARGE["lejepa"] * twice, rel=0.04)
 
 
 # ---------------------------------------------------------------------- what does not fit
@@ -261,15 +208,14 @@ def change(path: Path, **changes: object) -> Path:
     [
         (lambda at: ["init.weights=null", "model.name=ViT-Ti/8"], "init.weights"),
         (lambda at: ["init.weights=models:/vit@best"], "init.weights"),
-        (lambda at: [f"init.weights={at}/none.pt"], "init.weights"),
         (lambda at: ["objective.gram_size=32x16"], "objective.gram_size = 32x16"),
-        (lambda at: ["objective.gram_size=36"], "objective.gram_size = 36"),
+        (lambda at: ["objective.gram_size=36"], "36"),
         (
             lambda at: [f"init.weights={change(at / 'r.pt', positions='relative')}", "objective.local_views=0", *TWICE],
-            "objective.gram_size",
+            "positions",
         ),
     ],
-    ids=["none", "MLflow's", "missing", "shape", "pixels", "positions"],
+    ids=["none", "MLflow's", "shape", "pixels", "positions"],
 )
 def test_what_does_not_fit_is_refused_by_name(
     given: Callable[[Path], list[str]], named: str, weights: Path, tmp_path: Path
@@ -277,9 +223,3 @@ def test_what_does_not_fit_is_refused_by_name(
     config = run(weights, "lejepa", *ON, *given(tmp_path))
     with pytest.raises(UserError, match=named):
         create(config)
-
-
-def test_a_resnet_has_no_patches(tmp_path: Path) -> None:
-    save(build(configure("BiT-R50x1", 32, 0, width=32)), tmp_path / "bit.pt")
-    with pytest.raises(UserError, match=r"objective\.gram_weight = 2\.5"):
-        create(run(tmp_path / "bit.pt", "dino", "objective.ibot_weight=0", *ON))

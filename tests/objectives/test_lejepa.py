@@ -14,7 +14,6 @@ from torch import Tensor
 from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.estimate.plan import cut_batch
-from pipeline.objectives import lejepa
 from pipeline.objectives.lejepa import Lejepa, random_directions, sigreg
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
@@ -51,27 +50,6 @@ def test_sigreg_is_the_statistic_of_epps_and_pulley(shape: tuple[int, ...], knot
     assert float(found) == pytest.approx(expected, rel=1e-4)
 
 
-def test_sigreg_takes_as_many_knots_at_a_time_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    directions, found = random_directions(6, 9, seed=1), []
-    for angles in (1, 4 * 3 * 20 * 9, 2**20):
-        monkeypatch.setattr(lejepa, "_ANGLES", angles)
-        projections = torch.randn(3, 20, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        loss = sigreg(projections, directions)
-        nodes, waiting = set(), [loss.grad_fn]  # Of autograd, one for each operation.
-        while waiting:
-            node = waiting.pop()
-            if node is not None and node not in nodes:
-                nodes.add(node)
-                waiting += [following for following, _ in node.next_functions]
-        loss.backward()
-        found.append((loss.detach(), projections.grad, len(nodes)))
-    for loss, gradient, _ in found[1:]:
-        torch.testing.assert_close(loss, found[0][0])
-        torch.testing.assert_close(gradient, found[0][1])
-    one, four, all_knots = (number for *_, number in found)
-    assert one > 2 * four > 3 * all_knots
-
-
 def test_directions_are_units_and_those_of_the_step() -> None:
     objective, other = tiny_lejepa(), tiny_lejepa()
     torch.testing.assert_close(objective.directions.norm(dim=0), torch.ones(GIVEN.directions))
@@ -86,7 +64,7 @@ def test_directions_are_units_and_those_of_the_step() -> None:
 
 def reference(objective: Lejepa, views: tuple[Tensor, ...], valid: Tensor) -> tuple[float, float]:
     """(prediction, SIGReg) of the readable images in numpy, from the backbone's features."""
-    V = GIVEN.global_views + GIVEN.local_views
+    V = 2 + GIVEN.local_views
     features = torch.cat([objective.backbone(views[0]), objective.backbone(views[1], any_size=True)]).detach()
     x = features.view(V, len(valid), -1)[:, valid].flatten(0, 1).double().numpy()
     state = {name: value.double().numpy() for name, value in objective.projector.state_dict().items()}
@@ -96,17 +74,15 @@ def reference(objective: Lejepa, views: tuple[Tensor, ...], valid: Tensor) -> tu
         x = np.maximum(x, 0)
     x = x @ state["last.weight"].T + state["last.bias"]
     per_view = x.reshape(V, int(valid.sum()), -1)
-    centre = per_view[: GIVEN.global_views].mean(0)
+    centre = per_view[:2].mean(0)
     errors = ((per_view - centre) ** 2).sum(2).mean(0)
-    samples = per_view if objective.given.sigreg == "views" else [x]
-    statistics = [epps_pulley(sample, objective.directions.double().numpy(), 17, 3.0) for sample in samples]
+    statistics = [epps_pulley(sample, objective.directions.double().numpy(), 17, 3.0) for sample in per_view]
     return errors.sum() / len(valid), float(np.mean(statistics))
 
 
-@pytest.mark.parametrize("kind", ["views", "pooled"])
 @pytest.mark.parametrize("unreadable", [(), (2,), (0, 5)])
-def test_the_loss_is_prediction_and_sigreg_of_readable_images(unreadable: tuple[int, ...], kind: str) -> None:
-    found = step_of_tiny_lejepa(0, 1, unreadable, sigreg=kind)
+def test_the_loss_is_prediction_and_sigreg_of_readable_images(unreadable: tuple[int, ...]) -> None:
+    found = step_of_tiny_lejepa(0, 1, unreadable)
     objective, views, facts = found["objective"], found["views"], found["facts"]
     prediction, normality = reference(objective, views, facts["valid"])
     assert float(found["values"]["prediction"]) == pytest.approx(prediction, rel=1e-4)
@@ -137,7 +113,6 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
     for setting, message in (
         ("augment.crop=none", "needs random crops"),
         ("objective.local_size=90", "Use 80 or 96"),
-        ("objective={global_views: 1, local_views: 0}", "no view to predict"),
         ("augment.mixup=0.2", "predicts no classes"),
     ):
         with pytest.raises(UserError, match=message):

@@ -186,12 +186,3 @@ def test_weights_of_it_are_a_plain_vit(tmp_path: Path) -> None:
         if name != "mask_token" and not name.startswith("head."):
             assert torch.equal(plain.state_dict()[name], tensor)
     assert load_model(WeightsConfig(weights=str(path))).loss_kind == "softmax"
-
-
-def test_a_hybrid_predicts_the_pixels_of_its_cells() -> None:
-    config = masked("pixels", "R+Ti/16", 64, pool="gap")
-    assert (config.patch_pixels, config.num_corrupted, config.num_outputs) == (32, 2, 2 * 3 * 32 * 32)
-    model = build(config)
-    batch = batch_of(noise(2, 64, 64))
-    inputs = MaskedPatches(build(config), 0).draw(batch, training=True)
-    assert model(normalise(batch.images, CPU, torch.float32, RGB8), **inputs).shape == (2, 2, 3072)

@@ -133,7 +133,7 @@ def test_any_cut_of_the_matrices_gives_the_same_step(
         flat.grad = grads[begin : begin + size].clone()
         group = {"params": [flat], "matrices": True, "weight_decay": 0.1}
         optimizer = Muon(
-            [group], {p: (name, kernels[name]) for p, name in zip(parameters, names, strict=True)}, 0.95, lr=0.02
+            [group], {p: (name, kernels[name]) for p, name in zip(parameters, names, strict=True)}, lr=0.02
         )
         optimizer.lay_out({flat: places}, lambda value: exchange(rank, value))
         optimizer.step()

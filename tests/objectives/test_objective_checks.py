@@ -39,17 +39,6 @@ def test_settings_that_do_not_fit_are_refused_by_name(loss: str, wrong: str, mes
         check(f"train.loss={loss}", wrong)
 
 
-def test_a_step_of_one_image_is_refused_where_its_samples_are_compared() -> None:
-    alone = ["data.streams=1", "train.global_batch=1", "train.micro_batch=1"]
-    check("train.loss=masked_pixels", "model.representation=false", *alone)
-    for loss in ("lejepa", "simclr"):
-        with pytest.raises(UserError, match=r"train\.global_batch = 1"):
-            check(f"train.loss={loss}", *alone)
-    check("train.loss=dino", *alone)
-    with pytest.raises(UserError, match=r"objective\.koleo_weight = 0\.1.*train\.micro_batch = 1"):
-        check("train.loss=dino", "objective.koleo_weight=0.1", *alone)
-
-
 def test_a_frozen_backbone_needs_factors_to_become_another() -> None:
     begun = ["model.name=null", "init.weights=x", "train.loss=dino", "train.freeze=backbone"]
     with pytest.raises(UserError, match=r"train\.freeze = backbone.*train\.lora_rank"):

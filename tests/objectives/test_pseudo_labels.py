@@ -20,7 +20,6 @@ from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.mixture.facts import mixed_until, mixture_facts
-from pipeline.data.mixture.phases import mixture_of
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.model import build
@@ -97,17 +96,6 @@ def test_the_loss_is_its_formula(own: float, threshold: float) -> None:
     assert values.keys() == PseudoLabels.values(schema.load(RunConfig, None, given(Path("d")))).keys()
 
 
-def test_pseudo_labels_are_counted_by_class() -> None:
-    """As the exponential of their entropy: of two classes with 1 and 4 images, 1.65."""
-    objective = create("objective.threshold=0")
-    guesses = torch.tensor([0, 0, 3, 1, 1, 1, 1, 2])  # The first two images have a label, the last is unreadable.
-    objective.teacher["backbone"].forward = lambda images: torch.nn.functional.one_hot(guesses, 4) * 9.0
-    assert losses(objective)[1]["pseudo_classes"].item() == pytest.approx(5 / 4**0.8)
-    objective.teacher["backbone"].forward = lambda images: torch.zeros(len(images), 4)
-    assert losses(objective)[1]["pseudo_classes"].item() == pytest.approx(1)
-    assert losses(create("objective.threshold=1"))[1]["pseudo_classes"].item() == 0
-
-
 def test_only_the_backbone_gets_a_gradient_and_the_teacher_has_no_dropout() -> None:
     objective = create("model.dropout=0.5")
     assert not objective.teacher.training
@@ -171,18 +159,6 @@ def test_labels_are_those_that_there_are(dataset: Path, bare: Path) -> None:
     assert [one.get("labels", True) for one in facts["sets"]] == [True, True, False]
     read = [one | {"labels": True} for one in facts["sets"]]
     assert mixed_until({"mixture": facts}, 1) != mixed_until({"mixture": facts | {"sets": read}}, 1)
-
-
-def test_a_later_weight_of_a_set_without_its_labels_need_not_say_so_again(dataset: Path, bare: Path) -> None:
-    later = f"{{path: {bare}, weight: 2, from_step: 3}}"
-    config = schema.load(
-        RunConfig, None, given(dataset, f"data.mix=[{{path: {bare}, weight: 1, labels: false}}, {later}]")
-    )
-    assert [of.counts.tolist() for _, of in mixture_of(config.data).phases] == [[1, 1], [1, 2]]
-    # Of data.path it is the weight with its labels.
-    of_path = f"[{{path: {dataset}, weight: 1, labels: false}}, {{path: {dataset}, weight: 2, from_step: 3}}]"
-    config = schema.load(RunConfig, None, given(dataset, f"data.mix={of_path}"))
-    assert [of.counts.tolist() for _, of in mixture_of(config.data).phases] == [[1, 1], [2, 1]]
 
 
 def test_images_that_are_held_out_are_in_neither_set(dataset: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_run_leaves_figures_and_mlflow_has_them(trained: Path) -> None:
     }
     found = {file.path for folder in ("", "page") for file in client.list_artifacts(run.info.run_id, folder)}
     assert {"config.yaml", "log.txt", "deepspeed.json", "metrics.jsonl"} <= found
-    assert {"page/plan.txt", "page/environment.txt", "page/predictions.npz"} <= found
+    assert {"page/environment.txt", "page/predictions.npz"} <= found
     assert {"page/mistakes/report.html", "page/mistakes/mistakes.json"} <= {
         file.path for file in client.list_artifacts(run.info.run_id, "page/mistakes")
     }

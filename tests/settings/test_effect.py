@@ -61,7 +61,6 @@ def test_no_shipped_run_has_a_setting_without_effect(path: Path) -> None:
         (["probe.shots=[1,5]"], ["probe.shots", "probe.every"]),
         (["probe.every=5%", "probe.temperature=0.1"], ["probe.temperature", "probe.neighbours"]),
         (["data.weight=2"], ["data.weight", "data.mix"]),
-        (["train.targets_weight=2"], ["train.targets_weight", "data.targets"]),
         (["augment.crop=none", "augment.area_min=0.3"], ["augment.area_min", "augment.crop"]),
         (["schedule.decay=constant", "schedule.final=0.1"], ["schedule.final", "schedule.cooldown"]),
         (["schedule.decay=constant", "schedule.final=0.1", "schedule.cooldown=10%"], []),
@@ -70,8 +69,6 @@ def test_no_shipped_run_has_a_setting_without_effect(path: Path) -> None:
             ["train.loss=lejepa", "objective.local_views=0", "objective.local_size=64"],
             ["objective.local_size", "objective.local_views"],
         ),
-        # Held-out images are centred.
-        (["train.loss=dino", "objective.centring=sinkhorn", "objective.centre_momentum=0.8"], []),
     ],
 )
 def test_a_run_says_what_has_no_effect(given: list[str], said: list[str]) -> None:

@@ -6,8 +6,6 @@ import inspect
 import json
 import pkgutil
 import re
-import subprocess
-import sys
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from typing import Any
 import pytest
 from fake_gpu import TINY
 from forked import Forge
-from ranks import ROOT
 
 import pipeline
 from pipeline.train.zero.internals import deepspeed
@@ -132,21 +129,3 @@ def test_they_stand_in_one_file() -> None:
     found = {str(path.relative_to(root)): used.findall(path.read_text()) for path in root.rglob("*.py")}
     assert found.pop("train/zero/internals.py")
     assert not {path: names for path, names in found.items() if names}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("level", "expected"), [(None, ["warned"]), ("info", ["told", "warned"])])
-def test_lines_of_deepspeed_are_shown_on_request_and_its_warnings_always(
-    level: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if level:
-        monkeypatch.setenv("DEEPSPEED_LOG_LEVEL", level)
-    script = (
-        "from pipeline.process.distributed import from_environment\n"
-        "from pipeline.train.zero.engine import deepspeed, start_ranks\n"
-        "start_ranks(from_environment(), 1.0)\n"
-        "deepspeed.utils.logger.info('told'); deepspeed.utils.logger.warning('warned')"
-    )
-    said = subprocess.check_output([sys.executable, "-c", script], cwd=ROOT, text=True)
-    assert re.findall("told|warned", said) == expected
-    assert ("init_distributed" in said) == (level == "info")

@@ -12,7 +12,7 @@ import pytest
 from pipeline import objectives
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.metric import Metric, score_of
+from pipeline.base.metric import score_of
 from pipeline.checkpoint.store import Checkpoints, Kept, step_name
 from pipeline.estimate.plan import make_plan
 from pipeline.evaluate.classify import ClassificationScores
@@ -20,10 +20,9 @@ from pipeline.experiment.spec import ScoresFile
 from pipeline.monitor.health import Reports
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker
-from pipeline.objectives.classification import Classification
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig, TrackConfig
-from pipeline.train.evaluators import EVALUATORS, Evaluation, SplitEvaluator, evaluators_of, worse_than_first
+from pipeline.train.evaluators import Evaluation, SplitEvaluator, evaluators_of, worse_than_first
 
 RUN = ["name=x", "data.path=d", "model.name=ViT-Ti/16", "train.length=100 steps", "evaluate.every=50 steps"]
 PROBE = ["probe.every=20 steps", "probe.neighbours=10", "probe.data=s3://bucket/pets/"]
@@ -36,10 +35,6 @@ def load(*settings: str) -> RunConfig:
 def names(config: RunConfig) -> list[str]:
     run: Any = SimpleNamespace(config=config)
     return [evaluator.name for evaluator in evaluators_of(run)]
-
-
-def test_the_table_is_what_metrics_are_declared_for() -> None:
-    assert EVALUATORS.keys() == objectives.metrics(load()).keys()
 
 
 @pytest.mark.parametrize(
@@ -69,19 +64,6 @@ def test_checkpoints_are_saved_where_the_chosen_evaluator_is_due() -> None:
     for best_from, steps in (("", [100]), ("scores", [50, 100]), ("probe", [20, 40, 60, 80, 100])):
         chosen = dataclasses.replace(plan, best_from=best_from)
         assert [step for step in range(1, 101) if chosen.due(step).save] == steps
-
-
-def test_an_objective_without_a_held_out_metric_has_no_evaluator_of_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Silent(Classification):
-        @classmethod
-        def metrics(cls, config: RunConfig) -> dict[str, Metric]:
-            return {}
-
-    monkeypatch.setattr(objectives, "kind", lambda loss: Silent)
-    assert names(load()) == []
-    assert names(load(*PROBE)) == ["probe"]
-    with pytest.raises(UserError, match="must be empty: nothing is measured"):
-        objectives.check(load("checkpoint.best=val_loss"))
 
 
 @pytest.mark.parametrize("done", [True, False])

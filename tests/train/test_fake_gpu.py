@@ -30,7 +30,6 @@ CASES = {
     "1-bf16": [*NOISE, *TWO_BLOCKS, *CHECKPOINTING, "augment.mixup=0.8", "augment.cutmix=1", "optimizer.ema_decay=0.9"],
     "2-bf16": [*MASKED, "train.loss=masked_pixels", *CHECKPOINTING],
     "3-bf16": ["model.name=R+Ti/16", "model.image_size=64"],  # Its layers are those of BiT.
-    "1-fp16": ["model.name=Axial-ViT-Ti/8", "model.pool=gap", "model.positions=learned2d"],
     "2-fp16": [*MASKED, "train.loss=masked_mean_color", *NOISE],
     "3-fp16": ["model.positions=relative", *CHECKPOINTING, *NOISE],
     "3-bf16-dinov2": [
@@ -42,13 +41,6 @@ CASES = {
         "objective.koleo_weight=0.1",
         "objective.centring=sinkhorn",
         *NOISE,
-    ],
-    "3-fp32-dino": [
-        "train.loss=dino",
-        "objective.local_views=2",
-        "objective.local_size=8",
-        "objective.prototypes=16",
-        "objective.frozen=50%",
     ],
     "1-bf16-mae": [
         "train.loss=mae",
@@ -88,12 +80,9 @@ WAITS = {
     "1-bf16": STAGE_1_BF16,
     "2-bf16": {**STAGE_1_2, "read, zero/stage_1_and_2.py:has_overflow": 1},
     "3-bf16": STAGE_3,
-    "1-fp16": {**STAGE_1_2, "read, zero/stage_1_and_2.py:has_overflow": 1},
     "2-fp16": {**STAGE_1_2, "read, zero/stage_1_and_2.py:has_overflow": 1},
     "3-fp16": {**STAGE_3, "read, zero/stage3.py:has_overflow": 1},
     "3-bf16-dinov2": STAGE_3,
-    # Frozen prototypes are a parameter group of their own.
-    "3-fp32-dino": {**STAGE_3, "copy to cuda, zero/stage3.py:get_grad_norm_direct": 3},
     "1-bf16-mae": STAGE_1_BF16,
     "2-bf16-lejepa": {**STAGE_1_2, "read, zero/stage_1_and_2.py:has_overflow": 1},
     "3-bf16-simclr": STAGE_3,
@@ -135,7 +124,7 @@ def test_the_host_waits_only_where_it_is_documented(name: str, found: dict[str, 
 def test_devices_and_number_types_of_a_step(name: str, found: dict[str, Any]) -> None:
     """Dense layers and convolutions compute in the precision of training; loss and optimizer are fp32 on the GPU."""
     # DINO's KoLeo and sums of outputs, the statistics of LeJEPA and SimCLR.
-    of_loss = ["torch.float32"] if name.endswith(("dino", "dinov2", "lejepa", "simclr")) else []
+    of_loss = ["torch.float32"] if name.endswith(("dinov2", "lejepa", "simclr")) else []
     assert found[name]["products"] == sorted({DTYPES[name.split("-")[1]], *of_loss})
     assert found[name]["loss"] == ["cuda:0", "torch.float32"]
     assert found[name]["states"] == ["cuda torch.float32"]

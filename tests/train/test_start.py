@@ -1,7 +1,6 @@
 """What a rank imports before it trains."""
 
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -10,15 +9,12 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 from forked import Forge
 from polling import until
 from ranks import ROOT, settings
 from safetensors.torch import save_file
 
 from pipeline import model as models
-from pipeline import objectives
-from pipeline.architecture.variants import configure
 from pipeline.base.errors import UserError
 from pipeline.model.weights import safetensors_metadata
 from pipeline.monitor.page_folder import PageFolder
@@ -109,35 +105,6 @@ def test_data_and_plan_are_checked_before_the_long_imports(command: str, dataset
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("backbone", "changes", "said"),
-    [
-        (configure("ViT-Ti/14", 28), ["train.loss=dino"], "objective.local_size = 96: patches of 14 pixels leave"),
-        (
-            configure("ViT-mu/8", 16),
-            ["train.loss=lejepa", "objective.local_size=12"],
-            "objective.local_size = 12: patches of 8 pixels",
-        ),
-        (configure("ViT-mu/8", 16, small_stem=[16]), ["train.loss=mae"], "mae trains a plain ViT"),
-    ],
-    ids=["dino", "lejepa", "mae-stem"],
-)
-def test_weights_that_an_objective_cannot_train_are_refused(
-    dataset: Path, tmp_path: Path, backbone: models.Config, changes: list[str], said: str
-) -> None:
-    given = [text for text in settings(dataset, tmp_path, "x", *changes) if not text.startswith("model.")]
-    config = schema.load(RunConfig, None, [*given, "init.weights=w", "augment.crop=inception", "train.micro_batch=24"])
-    with torch.device("meta"), pytest.raises(UserError, match=re.escape(said)):
-        objectives.create(config, models.build(backbone))
-
-
-def test_weights_in_no_file_are_refused(dataset: Path, tmp_path: Path) -> None:
-    """`init.weights=/` ended with a traceback."""
-    given = [text for text in settings(dataset, tmp_path, "x", "init.weights=/") if not text.startswith("model.")]
-    with pytest.raises(UserError, match="/: contains neither"):
-        start.prepare(schema.load(RunConfig, None, given))
-
-
 def test_weights_are_named_from_within_their_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`init.weights=step-00000006` ended with a traceback."""
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000006"
@@ -150,7 +117,7 @@ def test_weights_are_named_from_within_their_folder(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.ranks
-def test_missing_weights_are_said_before_a_run_is_there(forge: Forge, dataset: Path, tmp_path: Path) -> None:
+def test_missing_weights_are_said(forge: Forge, dataset: Path, tmp_path: Path) -> None:
     file = "/nowhere/ViT-B_16.npz"
     run = [text for text in settings(dataset, tmp_path, "x", f"init.weights={file}") if not text.startswith("model.")]
     rank = forge.start(1, run)

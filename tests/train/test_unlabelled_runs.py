@@ -13,7 +13,6 @@ import pytest
 from forked import Forge
 from ranks import metrics, settings
 from safetensors.numpy import load_file
-from test_start import refused
 from tiny import make_dataset
 
 from pipeline import model as models
@@ -85,11 +84,6 @@ def test_labels_are_wanted_where_there_are_none(photos: Path, dataset: Path) -> 
     line = "must be empty: nothing is measured; data.dev_share=0.01 would hold out images"
     with pytest.raises(UserError, match=line):
         prepare(load(photos, *MASKED, "checkpoint.best=val_loss"))
-
-
-def test_probes_of_images_without_labels_are_refused_before_the_long_imports(photos: Path, tmp_path: Path) -> None:
-    (said,) = refused("pretrain", settings(photos, tmp_path, "x", *MASKED, "probe.every=2 steps"))
-    assert "probe.data" in said
 
 
 def test_a_run_without_a_held_out_split_measures_what_it_can(photos: Path) -> None:

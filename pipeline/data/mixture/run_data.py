@@ -88,7 +88,7 @@ def open_run_data(
     which none has a label, or a number, that is learned.
     """
     own = open_dataset(data.path, storage)
-    targets = _chosen_targets(own, data) if labels == "targets" or data.targets else []
+    targets = _chosen_targets(own, data) if labels == "targets" else []
     split, evaluation = run_splits(own, data, seed)
     evaluated = {} if evaluation is None else {evaluation.name: (own, evaluation)}
     mixture = mixture_of(data)
@@ -100,7 +100,7 @@ def open_run_data(
         run = _with_other_sets(run, first, mixture, data, seed, global_batch, labels)
     for dataset, part in evaluated.values():
         part.refuse_without_score(dataset.path, labels not in ("targets", "unread") and bool(run.dataset.classes))
-    run = _with_targets(run, labels == "targets")
+    run = _with_targets(run)
     _refuse_remote(data, run.split)
     if labels in ("learned", "partly", "scored") and own.targets and not own.classes:
         raise UserError(
@@ -120,7 +120,7 @@ def _chosen_targets(own: Dataset, data: DataConfig) -> list[str]:
     """The numbers that a run learns. Raises UserError for data without any, or without one that data.targets names."""
     if not own.targets:
         raise UserError(
-            f"{own.path} has no numbers to learn, which train.loss=regression and data.targets need. Shard it with"
+            f"{own.path} has no numbers to learn, which train.loss=regression needs. Shard it with"
             " target_columns=[age] of a list or Parquet, or target_pattern=REGEX of file names (docs/sharding.md)."
         )
     if unknown := [name for name in data.targets if name not in own.targets]:
@@ -131,10 +131,10 @@ def _chosen_targets(own: Dataset, data: DataConfig) -> list[str]:
     return data.targets or own.targets
 
 
-def _with_targets(run: RunData, are_scored: bool) -> RunData:
+def _with_targets(run: RunData) -> RunData:
     """The data with the numbers that are learned, in one order, in all splits; a set that lacks one has missing values.
 
-    Raises UserError for one that no training image has, and where they are scored for a split without any.
+    Raises UserError for one that no training image has, and for a split to evaluate on without any.
     """
 
     def chosen(dataset: Dataset, split: Split) -> Split:
@@ -143,7 +143,7 @@ def _with_targets(run: RunData, are_scored: bool) -> RunData:
 
     evaluated = {name: (dataset, chosen(dataset, split)) for name, (dataset, split) in run.evaluated.items()}
     for dataset, split in evaluated.values():
-        if are_scored and not np.isfinite(split.target_values).any():
+        if run.targets and not np.isfinite(split.target_values).any():
             raise UserError(
                 f"{dataset.path}: split {split.name!r} has images, but no values of {', '.join(run.targets)}, so"
                 " nothing can be scored on it. Name another split."

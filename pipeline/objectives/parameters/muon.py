@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, distributed
 
 _A, _B, _C, _STEPS = 3.4445, -4.7750, 2.0315, 5
+_MOMENTUM = 0.95
 
 # Most elements of several matrices that are made orthogonal together, by type of device.
 # In bf16 they have 32 MiB, which a GPU takes longer to read and write than its host to launch a kernel, and all
@@ -64,11 +65,8 @@ class Muon(torch.optim.AdamW):
     kernels it has.
     """
 
-    def __init__(
-        self, groups: list[dict[str, Any]], kernels: Mapping[Tensor, tuple[str, int]], momentum: float, **adam: Any
-    ) -> None:
+    def __init__(self, groups: list[dict[str, Any]], kernels: Mapping[Tensor, tuple[str, int]], **adam: Any) -> None:
         super().__init__(groups, **adam)
-        self.momentum = momentum
         self._pieces: dict[Tensor, list[_Piece]] = {}
         # Shapes of the kernels of a flat tensor that a rank holds a part of, in the order that all ranks know.
         self._cut: dict[Tensor, dict[Kernel, tuple[int, int]]] = {}
@@ -118,12 +116,12 @@ class Muon(torch.optim.AdamW):
         if not state:
             state["exp_avg"] = torch.zeros_like(flat, memory_format=torch.preserve_format)
         assert flat.grad is not None
-        state["exp_avg"].lerp_(flat.grad, 1 - self.momentum)
+        state["exp_avg"].lerp_(flat.grad, 1 - _MOMENTUM)
         if (
             flat not in self._pieces
         ):  # DeepSpeed steps once before it is known what its tensors hold, to create the states.
             return
-        direction = flat.grad.lerp(state["exp_avg"], self.momentum).view(-1)  # Nesterov's
+        direction = flat.grad.lerp(state["exp_avg"], _MOMENTUM).view(-1)  # Nesterov's
         whole = self._put_together(flat, direction)
         flat.mul_(1 - lr * weight_decay)
         weights = flat.view(-1)

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
 from pipeline.model.layers import Dense
 from pipeline.model.resnet import StdConv
 from pipeline.objectives.objective import BACKBONE, Objective, stored_name, trained_parameters
-from pipeline.objectives.parameters.freeze import depths
 from pipeline.objectives.parameters.muon import Muon
+from pipeline.objectives.parameters.trained import depths
 from pipeline.settings.run import EngineConfig, OptimizerConfig, ScheduleConfig
 
 
@@ -39,7 +38,7 @@ def build(model: nn.Module, decayed: set[str], config: OptimizerConfig, fused: b
     if config.name == "muon":
         named, found = dict(model.named_parameters()), matrices(model, decayed)
         kernels: dict[Tensor, tuple[str, int]] = {named[name]: (stored_name(name), n) for name, n in found.items()}
-        return Muon(groups, kernels, config.muon_momentum, **adam)
+        return Muon(groups, kernels, **adam)
     return torch.optim.AdamW(groups, **adam)
 
 
@@ -137,29 +136,6 @@ def weight_decay(config: OptimizerConfig, step: int, total_steps: int) -> float:
         return config.weight_decay
     shape = 0.5 * (1 + math.cos(math.pi * step / max(total_steps, 1)))
     return config.weight_decay_end + (config.weight_decay - config.weight_decay_end) * shape
-
-
-def describe_groups(objective: Objective, config: OptimizerConfig) -> list[str]:
-    """A line for each parameter group and for frozen parameters, if there are others than with and without weight
-    decay.
-    """
-    groups = parameter_groups(objective, objective.decayed(), config)
-    frozen = sum(p.numel() for name, p in objective.backbone.named_parameters() if not p.requires_grad)
-    if not frozen and all((g["factor"], g["frozen_steps"], g["matrices"]) == (1, 0, False) for g in groups):
-        return []
-    end = "" if config.weight_decay_end is None else f" to {config.weight_decay_end:g}"
-    return (
-        ["parameter groups:"]
-        + [
-            f"  {sum(p.numel() for p in group['params']) / 1e6:.3f} M parameters: learning rate x"
-            f" {group['factor']:.4g}, "
-            + (f"weight decay {config.weight_decay:g}{end}" if group["decays"] else "no weight decay")
-            + (f", frozen for {counted(group['frozen_steps'], 'step')}" if group["frozen_steps"] else "")
-            + (", by Muon" if group["matrices"] else "")
-            for group in groups
-        ]
-        + [f"  {frozen / 1e6:.3f} M parameters: frozen"] * bool(frozen)
-    )
 
 
 def peak_rate(config: OptimizerConfig, global_batch: int) -> float:

@@ -10,7 +10,6 @@ The anchor may read the crop at a higher resolution (section 4.3).
 Shapes: B batch, G large views, N patches, D width of the backbone.
 """
 
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -91,27 +90,18 @@ class GramAnchored(ComparesViews, HasFrozenTeacher):
                 f"objective.gram_weight = {given.gram_weight} compares patches, and a ResNet has none. Use a ViT, or"
                 " objective.gram_weight=0."
             )
-        cls.published(config)  # Its errors are not of the size.
-        try:
-            anchor = cls.teacher_config(config, model)
-            assert isinstance(anchor, ViTConfig)
-            if anchor.grid != model.grid:
-                model.check_any_grid()
-                for one in (anchor, model):  # What no patch covers is another share of each.
-                    one.check_covered()
-        except UserError as error:
-            raise UserError(f"objective.gram_size = {given.gram_size}: {error}") from None
+        anchor = cls.teacher_config(config, model)
+        assert isinstance(anchor, ViTConfig)
+        if anchor.grid != model.grid:
+            model.check_any_grid()
+            for one in (anchor, model):  # What no patch covers is another share of each.
+                one.check_covered()
 
     @classmethod
     def published(cls, config: RunConfig) -> PublishedTeacher | None:
         if not cls.settings(config).gram_weight:
             return None
         return find_published("objective.gram_weight reads init.weights", str(config.init.weights))
-
-    @classmethod
-    def initial_file(cls, config: RunConfig) -> Path | None:
-        published = cls.published(config)
-        return published.file if published else None
 
     @classmethod
     def teacher_adaptation(cls, config: RunConfig, model: Config) -> dict[str, Any]:

@@ -18,26 +18,17 @@ _SAME = 0.05
 class LocalViewSettings(Settings):
     local_views: int = setting(8, "Number of small views of each image.", min=0, max=100)
     local_size: int = setting(96, "Side of the small views in pixels.", min=1, max=MAX_SIDE, needs="local_views")
-    local_area_min: float = setting(
-        0.05, "Small views: smallest share of the image's area.", above=0, max=1, needs="local_views"
-    )
     local_area_max: float = setting(
         0.4,
-        "Small views: largest share of the image's area; augment.area_min is the smallest of large views.",
-        above=0,
+        "Small views: largest share of the image's area, of which 0.05 is the smallest; of large views augment.area_min"
+        " is.",
+        min=0.05,
         max=1,
         needs="local_views",
     )
 
-    def check(self) -> None:
-        if self.local_area_min > self.local_area_max:
-            raise UserError(
-                f"objective.local_area_min = {self.local_area_min} must not be above objective.local_area_max ="
-                f" {self.local_area_max}."
-            )
-
     def small_views(self, augment: AugmentConfig) -> tuple[Views, ...]:
-        local = replace(augment, area_min=self.local_area_min, area_max=self.local_area_max)
+        local = replace(augment, area_min=0.05, area_max=self.local_area_max)
         return (Views(self.local_views, self.local_size, local),) if self.local_views else ()
 
 

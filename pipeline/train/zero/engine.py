@@ -9,7 +9,6 @@ import contextlib
 import datetime
 import io
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -41,8 +40,6 @@ from pipeline.train.zero import internals
 from pipeline.train.zero.ema import Ema, Teacher
 from pipeline.train.zero.internals import OptimizerShard, deepspeed
 
-# Environment variable: the least severe lines of DeepSpeed's that are shown; warning if it is not set.
-_LOG_LEVEL = "DEEPSPEED_LOG_LEVEL"
 _FIRST_SCALE_POWER = 12
 _LET_GO_SECONDS = 0.02
 # Of compiled blocks: one for each shape, in training and in evaluation.
@@ -62,19 +59,14 @@ def start_ranks(
     """
     if torch.distributed.is_initialized():
         return
-    deepspeed.utils.set_log_level_from_string(os.environ.get(_LOG_LEVEL, "warning"))
+    deepspeed.utils.set_log_level_from_string("warning")
     # Its warning of optimizers that it did not test; ours are tested here (see `deepspeed_settings`).
     deepspeed.utils.logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())
-    with all_started(ranks, timeout_minutes, meet), _without_prints():
+    with all_started(ranks, timeout_minutes, meet), contextlib.redirect_stdout(io.StringIO()):  # Its settings.
         limit = datetime.timedelta(minutes=timeout_minutes + wait_minutes)
         deepspeed.init_distributed(timeout=limit, auto_mpi_discovery=False)
     if torch.distributed.get_backend() == "gloo":
         atexit.register(_leave_gloo)
-
-
-def _without_prints() -> contextlib.AbstractContextManager[object]:
-    """Drops the settings and timings that DeepSpeed prints, unless its lines are asked for; its logger goes on."""
-    return contextlib.nullcontext() if _LOG_LEVEL in os.environ else contextlib.redirect_stdout(io.StringIO())
 
 
 def limit_collectives(minutes: float) -> None:
@@ -129,7 +121,7 @@ class Engine:
         self.settings = deepspeed_settings(config, optimizer_config, plan, num_trained, num_parameters)
         internals.restore_linear()
         blocks = [part for part in objective.modules() if isinstance(part, Block | PreActivationUnit | Stem)]
-        with _without_prints(), internals.gathered_at_once(blocks if config.compile else []):
+        with contextlib.redirect_stdout(io.StringIO()), internals.gathered_at_once(blocks if config.compile else []):
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=objective, optimizer=optimizer, config=self.settings, dist_init_required=False
             )

@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from pipeline import model as models
-from pipeline.architecture.pixels import Pixels
+from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.locks import only_writer
 from pipeline.base.trained_on import TrainedSet
