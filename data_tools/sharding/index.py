@@ -31,7 +31,7 @@ from data_tools.sources.layouts.webdataset import NO_LABEL, complete_samples, kn
 from data_tools.sources.listing import reasons, with_columns
 from data_tools.sources.reader import lost_if_unreadable, read_at, refuse_large
 from data_tools.sources.split_files import PARTS, refuse_unfinished, split_files
-from data_tools.tasks import tasks_on_cluster
+from data_tools.tasks import refuse_unseen, tasks_on_cluster
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted, shortened
@@ -194,10 +194,8 @@ def index_tar(job: IndexJob) -> Done:
     Raises UserError for a damaged tar, LostError when reading fails because of the node or its storage.
     """
     path, part = to_path(job.path), to_path(job.part)
-    try:
-        num_bytes = file_size(path)
-    except FileNotFoundError:
-        raise UserError(f"A worker cannot access {path}: the tars must be on storage shared by all nodes.") from None
+    refuse_unseen(path)
+    num_bytes = file_size(path)
     read = hashlib.sha256(f"{job} {num_bytes} {version(path)}".encode()).hexdigest()
     if (found := load_part(part, Done)) and found.read == read:
         return found

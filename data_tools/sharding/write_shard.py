@@ -8,7 +8,6 @@ import tarfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import cv2
@@ -24,6 +23,7 @@ from data_tools.sources.images import shrink
 from data_tools.sources.layouts.webdataset import complete_samples
 from data_tools.sources.listing import SourceImage
 from data_tools.sources.split_files import PARTS
+from data_tools.tasks import refuse_unseen
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
@@ -112,9 +112,8 @@ def write_shard(job: ShardingJob) -> Done:
     when reading fails because of the node or its storage, OSError when it cannot write.
     """
     out, source = to_path(job.out), to_path(job.source)
-    for folder in (out, source):
-        if isinstance(folder, Path) and not folder.exists():
-            raise UserError(f"A worker cannot access {folder}: source and out must be on storage shared by all nodes.")
+    refuse_unseen(out)
+    refuse_unseen(source)
     part = part_path(out, job.name)
     cv2.setNumThreads(1)
     to_compare = {image.key for image in job.images if image.mtime == COMPARE}

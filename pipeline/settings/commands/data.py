@@ -286,9 +286,6 @@ class VerifyConfig(JobConfig):
     """Folder or URL (s3://, gs://) of a data set, made by launch/shard.py"""
     out: PathText = setting("", output="folder or URL", holds="verification")
     """Folder of report.json and damage.csv; empty is <data>/verify."""
-    decode_share: Share = 1.0
-    """Share of the images that are decoded, chosen by a hash of the key; images that the last run reported always are.
-    """
 
 
 class ExcludeConfig(Settings):
