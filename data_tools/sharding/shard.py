@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from data_tools.driver import remove_leftovers
 from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained
-from data_tools.sharding.copies import Copies, copy_notes, exact_copies, merge_copies
+from data_tools.sharding.copies import copy_notes, exact_copies
 from data_tools.sharding.holdout import describe_groups, describe_mixed_groups, groups_of, hold_out, with_groups
 from data_tools.sharding.kinds import join_channels, source_pixels, split_pages
 from data_tools.sharding.plan import PlannedShard, make_plan
@@ -56,14 +56,13 @@ from pipeline.settings.commands.data import ShardConfig
 
 # Lists the samples of a source: (source, settings, staging) -> Listing; see `list_source`.
 Lister = Callable[[AnyPath, ShardConfig, AnyPath], Listing]
-STAGING, SKIPPED, FILLED, COPIES, HASHES = ".staging", "skipped.csv", "filled.csv", "copies.csv", "hashes"
+STAGING, SKIPPED, FILLED = ".staging", "skipped.csv", "filled.csv"
 # Settings that determine the bytes; a folder made with other values is refused.
 _DECISIVE = ("seed", "val_share", "samples_per_shard", "resize_short", "jpeg_quality", "inspect")
 # The same, recorded only if set. (Class lists and maps are part of the listing's digest.)
 _DECISIVE_IF_SET = (
     "holdout_per_class",
     "min_images",
-    "merge_copies",
     "resize_filter",
     "group_column",
     "group_pattern",
@@ -103,7 +102,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         _forget(out, lambda: f"with {'; '.join(others)}")
         existing = None
     try:
-        remove_leftovers(out, out / PARTS, out / PARTS / HASHES, out / STAGING)
+        remove_leftovers(out, out / PARTS, out / STAGING)
         listing = apply_rules(list_samples(source, config, out / STAGING), config)
         listing = with_targets(join_channels(listing, config), config.target_pattern)
         listing = split_pages(with_groups(listing, config.group_pattern), config)
@@ -142,26 +141,14 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         for name, table in listing.extra_tables.items():
             with replacing(out / name) as file:
                 pq.write_table(table, file, compression="zstd")
-        listing, copies = split, None
-        if config.merge_copies:
-            listing, copies = merge_copies(listing, out / PARTS / HASHES, config.num_tasks, out)
-            print(
-                f"merged {counted(len(copies.rows) - copies.of_test, 'exact copy')} into others of their split; left"
-                f" out {counted(copies.of_test, 'train image')} that are copies of images in other splits ({COPIES})",
-                flush=True,
-            )
-            if copies.other_numbers:
-                print(f"warning: {counted(copies.other_numbers, 'copy')} of these had other numbers, which are lost")
-            for note in odd_classes(listing, config.val_share):
-                if note not in odd:
-                    print(f"without the copies: {note}")
+        listing = split
         plan = make_plan(listing, config, out)
         jobs = make_jobs(listing, plan, config, out, known, pixels)
         results = _run_jobs(listing, jobs, plan, config, out, bool(known))
         if known:
             dataset = _check_remade(out, results, known)
         else:
-            dataset = _finish(out, results, listing, names, copies, identity, pixels)
+            dataset = _finish(out, results, listing, names, identity, pixels)
             for note in copy_notes(dataset, exact_copies(dataset, "none")):
                 print(note)
         if not dataset.pixels.is_measured or (config.values and not known):
@@ -255,7 +242,6 @@ def _finish(
     results: list[Done],
     listing: Listing,
     names: list[str] | None,
-    copies: Copies | None,
     identity: dict[str, Any],
     pixels: Pixels,
 ) -> Dataset:
@@ -264,8 +250,7 @@ def _finish(
     kept_names = {shard.name for shard in kept}
     for part in (out / PARTS).glob("*.part"):
         if (name := f"{part.stem}.tar") not in kept_names:
-            # An empty shard (all its images are bad), or one of an earlier run that is no longer needed: images that
-            # could not be read then turned out to be copies.
+            # An empty shard: all its images are bad.
             (out / name).unlink(missing_ok=True)
     skipped = sorted([*listing.skipped, *(row for done in results for row in done.skipped)])
     if empty := sorted({done.shard.split for done in results} - {shard.split for shard in kept}):
@@ -282,13 +267,9 @@ def _finish(
     unread = sum((Counter(done.left_out) for done in results), Counter[str]())
     for note in describe_left_out(unread):
         print(note)
-    source = identity["source"]
-    if copies is not None:
-        write_table(out / COPIES, ("key", "split", "copy_of", "in_split"), copies.rows)
-        source = {**source, "copies": len(copies.rows), "copies_of_other_splits": copies.of_test}
     tables = (read_rows(part_path(out, shard.name)) for shard in kept)
     about = names, pixels, unread, listing.targets
-    return write_dataset(out, kept, tables, listing.classes, source, identity["settings"], *about)
+    return write_dataset(out, kept, tables, listing.classes, identity["source"], identity["settings"], *about)
 
 
 def write_table(path: AnyPath, header: tuple[str, ...], rows: Sequence[tuple]) -> None:

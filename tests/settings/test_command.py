@@ -140,10 +140,10 @@ def test_one_setting_may_be_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_switch_may_be_given_as_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[ShardConfig] = []
-    for arguments in (["source=a", "--merge_copies", "out=b"], ["source=a", "out=b"]):
+    for arguments in (["source=a", "--to_rgb8", "out=b"], ["source=a", "out=b"]):
         monkeypatch.setattr(sys, "argv", ["x.py", *arguments])
         main(ShardConfig, seen.append, "About.")
-    assert [config.merge_copies for config in seen] == [True, False]
+    assert [config.to_rgb8 for config in seen] == [True, False]
 
 
 def test_a_mistake_of_the_user_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,8 +155,6 @@ class ShardConfig(ImagesConfig):
     """Keep only classes with more than this number of images in the train split."""
     synset_names: PathText = ""
     """File of lines 'wnid name' with class names (words.txt, LOC_synset_mapping.txt)."""
-    merge_copies: bool = False
-    """Merge samples of equal bytes and their labels; reads all of source twice."""
     compare: Literal["mtime", "content"] = "mtime"
     """Which images the next start compares with finished shards, byte by byte. mtime: those with another time of
     change; content: all.

@@ -410,7 +410,7 @@ def test_a_missing_channel_is_its_mean_of_the_others(
         for place, name in enumerate(named)
         if has[key][place]
     }
-    joining = {"channel_pattern": "(?P<sample>.*)-(?P<channel>.*)", "channels": list(named), "merge_copies": True}
+    joining = {"channel_pattern": "(?P<sample>.*)-(?P<channel>.*)", "channels": list(named)}
     source, num_lacking = write_folder(files, tmp_path / "raw"), sum(not any_of.all() for any_of in has.values())
     dataset = shard.run(settings(source, tmp_path / "out", missing_channels="mean", **joining))
     said, found, pixels = capfd.readouterr().out, stored(dataset), dataset.pixels
@@ -454,23 +454,6 @@ def test_one_of_several_arrays_is_the_image(ray_cluster: int, tmp_path: Path) ->
         with pytest.raises(UserError, match="max_bad_share"):
             shard.run(settings(source, tmp_path / "no", **given))
     check(shard.run(settings(source, tmp_path / "out", npz_array="bands")), written)
-
-
-def test_only_samples_whose_files_and_pages_are_all_equal_are_copies(ray_cluster: int, tmp_path: Path) -> None:
-    written = arrays("uint16", 2, 4)
-    written["dog/01"][..., 0] = written["cat/00"][..., 0]  # The same first file.
-    written["cat/02"] = written["cat/00"]
-    files = {f"{key}-{channel}.npy": npy(values[..., channel]) for key, values in written.items() for channel in (0, 1)}
-    source = write_folder(files, tmp_path / "raw")
-    merging = {"merge_copies": True, "layout": "images"}
-    pattern = {"channel_pattern": "(?P<sample>.*)-(?P<channel>.)"}
-    dataset = shard.run(settings(source, tmp_path / "out", **pattern, **merging))
-    check(dataset, {key: values for key, values in written.items() if key != "cat/02"})
-    pages = {f"{key}.tif": tiff(np.moveaxis(values, 2, 0)) for key, values in written.items()}
-    dataset = shard.run(
-        settings(write_folder(pages, tmp_path / "tiffs"), tmp_path / "pages", pages="samples", **merging)
-    )
-    assert stored(dataset).keys() == {f"{key}@{page}" for key in ("cat/00", "dog/01", "dog/03") for page in (0, 1)}
 
 
 def test_pages_are_refused_until_a_setting_says_what_they_are(ray_cluster: int, tmp_path: Path, capfd) -> None:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from raw_images import jpeg, settings, write_folder
 
-from data_tools.sharding import copies, shard
+from data_tools.sharding import shard
 from data_tools.sharding.kinds import join_channels
 from data_tools.sharding.targets import describe_targets, with_targets
 from data_tools.sources import Listing, list_source
@@ -137,12 +137,3 @@ def test_numbers_stay_with_a_sample_of_several_files(tmp_path: Path) -> None:
         else:
             with pytest.raises(UserError, match="'a'"):
                 join_channels(listing, config)
-
-
-def test_copies_with_other_numbers_are_counted(tmp_path: Path) -> None:
-    found = listed(write_list(tmp_path / "raw", [*ROWS, ("e.jpg", "31", "0.5")]), target_columns=["age", "dose"])
-    hashes = np.array([[1, 1], [1, 1], [2, 2], [3, 3], [1, 1]], np.uint64)  # b and e are copies of a.
-    kept, merged = copies._merge(found, np.arange(5), hashes)
-    assert (list(values(kept)), values(kept)["a"]) == (["a", "c", "d"], [31, 0.5])
-    assert [row[0] for row in merged.rows] == ["b", "e"]
-    assert merged.other_numbers == 1
