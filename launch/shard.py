@@ -5,7 +5,6 @@ Shard raw images into a data set: tars that WebDataset can read, and a manifest 
 source has one of these layouts; layout=auto detects it:
   folder         class folders: cat/1.jpg, dog/2.jpg
   archive        a .tar, .tar.gz, .tgz or .zip of class folders
-  flat           one folder of n01440764_tench.JPEG
   images         images without labels, in any folders and archives (only if named: layout=images)
   list           CSV or Parquet of paths and labels
   parquet        files with a column of images (Hugging Face)

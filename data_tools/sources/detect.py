@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import pyarrow as pa
 
-from data_tools.sources.layouts import archive, cifar, folder, imagenet1k, imagenet21k, tiny_imagenet, webdataset
+from data_tools.sources.layouts import archive, cifar, imagenet1k, imagenet21k, tiny_imagenet, webdataset
 from data_tools.sources.layouts.parquet import holds_images
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import INFO
@@ -25,7 +25,7 @@ def detect_layout(source: AnyPath, config: ShardConfig) -> str:
             "list" if source.suffix != ".parquet" or _is_list(open_parquet(source).schema_arrow, config) else "parquet"
         )
     if archive.kind(source) == "zip":
-        return _detect_in_members([member.filename for member in archive.zip_members(source)], config.splits)
+        return _detect_in_members([member.filename for member in archive.zip_members(source)])
     if webdataset.is_shard(source):
         return "webdataset"
     with source.open("rb") as file:
@@ -33,7 +33,7 @@ def detect_layout(source: AnyPath, config: ShardConfig) -> str:
         names = [member.name for member in members]
     if cifar.is_cifar({name.rpartition("/")[2] for name in names}):
         return "cifar"
-    return "imagenet21k" if imagenet21k.is_tar_of_tars(source) else _detect_in_members(names, config.splits)
+    return "imagenet21k" if imagenet21k.is_tar_of_tars(source) else _detect_in_members(names)
 
 
 def _is_list(schema: pa.Schema, config: ShardConfig) -> bool:
@@ -45,11 +45,11 @@ def _is_list(schema: pa.Schema, config: ShardConfig) -> bool:
     )
 
 
-def _detect_in_members(names: list[str], splits: dict[str, str]) -> str:
+def _detect_in_members(names: list[str]) -> str:
     """The layout of an archive whose members have these names."""
     if any(f"/{name}".endswith(f"/{tiny_imagenet.ANNOTATIONS}") for name in names):
         return "tiny_imagenet"
-    return "flat" if folder.are_flat(names, next(iter(splits.values()))) else "archive"
+    return "archive"
 
 
 def _detect_in_folder(source: AnyPath, splits: dict[str, str]) -> str:
@@ -85,9 +85,7 @@ def _detect_in_folder(source: AnyPath, splits: dict[str, str]) -> str:
                     " hold the images of a class (layout=imagenet21k)? Say which."
                 )
             return "imagenet21k"
-    if first != source:
-        names = {path.name for path in first.iterdir()} if first.is_dir() else set()
-    return "flat" if folder.is_flat(first, names) else "folder"
+    return "folder"
 
 
 def is_table(source: AnyPath) -> bool:

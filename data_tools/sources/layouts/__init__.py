@@ -55,7 +55,6 @@ class SourceLayout:
 LAYOUTS: dict[str, SourceLayout] = {
     "folder": SourceLayout(folder.walk, by_folders=True),
     "archive": SourceLayout(folder.walk, by_folders=True),
-    "flat": SourceLayout(folder.walk_flat, by_folders=True),
     "images": SourceLayout(folder.walk_images),
     "tiny_imagenet": SourceLayout(tiny_imagenet.walk, by_folders=True, splits=tiny_imagenet.SPLITS),
     "imagenet21k": SourceLayout(imagenet21k.walk, by_folders=True),

@@ -85,7 +85,6 @@ class ShardConfig(ImagesConfig):
         "auto",
         "folder",
         "archive",
-        "flat",
         "images",
         "tiny_imagenet",
         "imagenet21k",

@@ -297,31 +297,6 @@ def test_images_are_not_held_out_where_the_layout_has_a_val_split_itself(tmp_pat
     assert listed(source, splits={"train": "train"}, val_share=0.5).splits == ["train"]
 
 
-# --- Flat -------------------------------------------------------------------------------------------------------------
-
-FLAT = {f"n0144076{c}_{name}_{i}.JPEG": jpeg(10 * c + i) for c, name in ((4, "tench"), (5, "a_b")) for i in (0, 1)}
-
-
-@pytest.mark.parametrize("form", ["folder", "tar", "zip", "split"])
-def test_flat_folder_of_names_that_begin_with_the_class(form: str, tmp_path: Path) -> None:
-    made = {"tar": lambda: write_tar(FLAT, tmp_path / "f.tar"), "zip": lambda: write_zip(FLAT, tmp_path / "f.zip")}
-    splits = {"train": "photos"} if form == "split" else {"train": ""}
-    source = made[form]() if form in made else write_folder(FLAT, tmp_path / "raw" / splits["train"])
-    listing = listed(tmp_path / "raw" if form == "split" else source, splits=splits)
-    expected = {name.replace(".JPEG", ""): (name[:9], data) for name, data in FLAT.items()}
-    assert samples(listing) == {f"{w}/{stem}": ("train", (w,), data) for stem, (w, data) in expected.items()}
-    assert listing.classes == ["n01440764", "n01440765"]
-
-
-def test_an_image_of_a_flat_folder_without_a_class(tmp_path: Path) -> None:
-    source = write_folder({**FLAT, "tench.JPEG": jpeg(1)}, tmp_path / "raw")
-    listing = listed(source, layout="flat")
-    assert [where for _, where, _ in listing.skipped] == ["tench.JPEG"]
-    assert len(listing) == 4
-    table(source / "labels.csv", [(name, name[:9]) for name in FLAT])
-    assert len(listed(source / "labels.csv", layout="list")) == 4
-
-
 # --- Parquet ----------------------------------------------------------------------------------------------------------
 
 IMAGES = [jpeg(i) for i in range(5)]
