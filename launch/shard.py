@@ -11,7 +11,6 @@ source has one of these layouts; layout=auto detects it:
   webdataset     existing WebDataset shards, to shuffle and shard again
   imagenet21k    <wnid>.tar files, in a folder or one big tar
   imagenet1k     ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar
-  tiny_imagenet  Tiny-ImageNet, its folder or zip
   cifar          CIFAR-10 or -100, python or binary
 Only compressed tars and images in Parquet are unpacked, for a while, to <out>/.staging. Image bytes are copied
 unchanged, unless resize_short is set (CIFAR's pixels become PNGs).

@@ -107,7 +107,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         listing = with_targets(join_channels(listing, config), config.target_pattern)
         listing = split_pages(with_groups(listing, config.group_pattern), config)
         refuse_untrained(listing, config)
-        names = readable_names(listing.classes, config.synset_names, listing.class_names)
+        names = readable_names(listing.classes, config.synset_names)
         identity = _identity(listing, config)
         if existing and existing["source"]["sha256"] != identity["source"]["sha256"]:
             path, alike = existing["source"]["path"], "the same images, but with other classes, groups or numbers"

@@ -86,7 +86,6 @@ class ShardConfig(ImagesConfig):
         "folder",
         "archive",
         "images",
-        "tiny_imagenet",
         "imagenet21k",
         "imagenet1k",
         "cifar",

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
-from raw_images import jpeg, write_folder, write_tar, write_zip
+from raw_images import jpeg, write_folder, write_tar
 from scipy.io import savemat
 
 from data_tools.sources import Listing, Reader, list_source
@@ -234,67 +234,13 @@ def test_bad_imagenet1k(tmp_path: Path) -> None:
     assert listed(source, layout="imagenet1k", splits={"train": "ILSVRC2012_img_train.tar"}).splits == ["train"]
 
 
-# --- Tiny-ImageNet ----------------------------------------------------------------------------------------------------
-
-TINY = {
-    **{
-        f"train/{wnid}/images/{wnid}_{i}.JPEG": jpeg(10 * c + i)
-        for c, wnid in enumerate(("n02", "n01"))
-        for i in (0, 1)
-    },
-    **{f"train/{wnid}/{wnid}_boxes.txt": b"x_0.JPEG\t0\t0\t9\t9\n" for wnid in ("n01", "n02")},
-    **{f"val/images/val_{i}.JPEG": jpeg(50 + i) for i in range(3)},
-    "val/val_annotations.txt": b"".join(
-        b"val_%d.JPEG\t%s\t0\t0\t9\t9\n" % (i, w) for i, w in enumerate((b"n01", b"n02", b"n01"))
-    ),
-    "test/images/test_0.JPEG": jpeg(60),
-    "wnids.txt": b"n02\nn01\n",
-    "words.txt": b"n01\tone\nn02\ttwo\n",
-}
-TINY_SAMPLES = {f"{w}/{w}_{i}": ("train", (w,), jpeg(10 * c + i)) for c, w in enumerate(("n02", "n01")) for i in (0, 1)}
-TINY_SAMPLES |= {f"{w}/val_{i}": ("val", (w,), jpeg(50 + i)) for i, w in enumerate(("n01", "n02", "n01"))}
-
-
-@pytest.mark.parametrize("form", ["folder", "zip", "tar.gz"])
-def test_tiny_imagenet_as_it_is_published(form: str, tmp_path: Path) -> None:
-    packed = {f"tiny-imagenet-200/{name}": data for name, data in TINY.items()}
-    if form == "folder":
-        source = write_folder(TINY, tmp_path / "raw")
-    else:
-        source = (
-            write_zip(packed, tmp_path / "t.zip") if form == "zip" else write_tar(packed, tmp_path / "t.tar.gz", "w:gz")
-        )
-    layout = "auto" if form != "tar.gz" else "tiny_imagenet"  # Its first members do not tell.
-    listing = listed(source, layout=layout)
-    assert samples(listing) == TINY_SAMPLES
-    assert listing.classes == ["n01", "n02"]
-    assert listing.class_names == {"n01": "one", "n02": "two"}
-    assert not any("words.txt" in note or "val_annotations" in note for note in listing.notes)
-    assert any(note.startswith("ignored 1 image outside") and "test_0.JPEG" in note for note in listing.notes)
-    # Whoever names the splits, as our messages used to propose, gets the same.
-    start = "" if form == "folder" else "tiny-imagenet-200/"
-    splits = {"train": f"{start}train", "val": f"{start}val"}
-    assert samples(listed(source, layout=layout, splits=splits)) == TINY_SAMPLES
-
-
-def test_bad_tiny_imagenet(tmp_path: Path) -> None:
-    source = write_folder(TINY, tmp_path / "raw")
-    (source / "val/images/val_9.JPEG").write_bytes(jpeg(9))
-    listing = listed(source)
-    assert listing.skipped == [("", "val/images/val_9.JPEG", "no class: val_annotations.txt has no line for it")]
-    assert samples(listing) == TINY_SAMPLES
-    (source / "words.txt").unlink()
-    assert listed(source).class_names == {}
-    (source / "val/val_annotations.txt").unlink()
-    assert "it has no val/val_annotations.txt" in refused(source, layout="tiny_imagenet")
-
-
 def test_images_are_not_held_out_where_the_layout_has_a_val_split_itself(tmp_path: Path) -> None:
     """There were two splits 'val', whose shards had the same names."""
-    source = write_folder(TINY, tmp_path / "raw")
+    source = imagenet1k(tmp_path / "raw")
     for name, value in (("val_share", 0.5), ("holdout_per_class", 1)):
         assert name in refused(source, **{name: value})
-    assert listed(source, splits={"train": "train"}, val_share=0.5).splits == ["train"]
+    train = {"train": "ILSVRC2012_img_train.tar"}
+    assert listed(source, layout="imagenet1k", splits=train, val_share=0.5).splits == ["train"]
 
 
 # --- Parquet ----------------------------------------------------------------------------------------------------------
