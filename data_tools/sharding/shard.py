@@ -20,7 +20,7 @@ from data_tools.sharding.holdout import describe_groups, describe_mixed_groups, 
 from data_tools.sharding.kinds import join_channels, source_pixels, split_pages
 from data_tools.sharding.plan import PlannedShard, make_plan
 from data_tools.sharding.source_table import SOURCE_TABLE, difference, few, mark_changed, save
-from data_tools.sharding.targets import describe_targets, with_targets
+from data_tools.sharding.targets import describe_targets
 from data_tools.sharding.values import check_range, measure_values
 from data_tools.sharding.write_shard import (
     Done,
@@ -67,7 +67,6 @@ _DECISIVE_IF_SET = (
     "group_column",
     "group_pattern",
     "target_columns",
-    "target_pattern",
     "channels",
     "channel_pattern",
     "channel_columns",
@@ -104,8 +103,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
     try:
         remove_leftovers(out, out / PARTS, out / STAGING)
         listing = apply_rules(list_samples(source, config, out / STAGING), config)
-        listing = with_targets(join_channels(listing, config), config.target_pattern)
-        listing = split_pages(with_groups(listing, config.group_pattern), config)
+        listing = split_pages(with_groups(join_channels(listing, config), config.group_pattern), config)
         refuse_untrained(listing, config)
         names = readable_names(listing.classes, config.synset_names)
         identity = _identity(listing, config)

@@ -135,10 +135,6 @@ class ShardConfig(ImagesConfig):
     """parquet, list: columns of numbers to predict (train.loss=regression), as [age,dose]. An empty cell is a missing
     value.
     """
-    target_pattern: RegularExpression = ""
-    """Numbers to predict in the names of files: a regular expression with a named group for each, which is searched in
-    the path without its suffix, as dose(?P<dose>[0-9.]+). A name without a match has missing values.
-    """
     split_column: str = setting("split", needs="layout=auto,list")
     """list: column of the split of an image, if the list has it: splits chooses among its values, and renames them;
     empty: none.
@@ -193,7 +189,6 @@ class ShardConfig(ImagesConfig):
         for one, other in (
             ("channel_columns", "channel_pattern"),
             ("group_column", "group_pattern"),
-            ("target_columns", "target_pattern"),
             ("holdout_per_class", "val_share"),
             ("holdout_per_class", "group_column"),  # It would divide groups.
             ("holdout_per_class", "group_pattern"),
@@ -209,8 +204,6 @@ class ShardConfig(ImagesConfig):
             groups = re.compile(self.channel_pattern).groupindex
             if {"sample", "channel"} - groups.keys():
                 raise UserError("channel_pattern must have the groups (?P<sample>...) and (?P<channel>...).")
-        if self.target_pattern and not re.compile(self.target_pattern).groupindex:
-            raise UserError("target_pattern must have a named group for each number, as dose(?P<dose>[0-9.]+).")
         for name in ("val_share", "holdout_per_class"):
             if getattr(self, name) and "val" in self.splits:
                 raise UserError(
