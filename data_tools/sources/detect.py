@@ -41,7 +41,7 @@ def _is_list(schema: pa.Schema, config: ShardConfig) -> bool:
     names = schema.names
     return bool(config.channel_columns) or (
         config.path_column in names
-        and not (config.image_column in names and holds_images(schema.field(names.index(config.image_column))))
+        and not (config.image_column in names and holds_images(schema.field(names.index(config.image_column)).type))
     )
 
 

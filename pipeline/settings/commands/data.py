@@ -113,8 +113,7 @@ class ShardConfig(ImagesConfig):
     cifar100_labels: Literal["fine", "coarse"] = setting("fine", needs="layout=auto,cifar")
     """cifar: CIFAR-100's 100 classes or 20 groups."""
     image_column: str = setting("image", needs="layout=auto,parquet")
-    """parquet: column of images: encoded (binary, or struct<bytes, path>), or arrays (lists of lists of numbers, or
-    tensors).
+    """parquet: column of images: encoded (binary, or struct<bytes, path>), or arrays (lists of lists of numbers).
     """
     path_column: str = setting("path", needs="layout=auto,list")
     """list: column of paths, relative to the list's folder, absolute, or URLs (s3://, gs://)."""
