@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from data_tools.sources.labels import ClassNumbers, read_names
-from data_tools.sources.layouts.archive import damage_named, resolved_members
+from data_tools.sources.layouts.archive import damage_named, tar_members
 from data_tools.sources.listing import Collector
 from data_tools.sources.reader import PIXELS, read_at
 from pipeline.base.errors import UserError
@@ -88,7 +88,7 @@ def _files(source: AnyPath) -> Iterator[_BatchFile]:
             yield _BatchFile(path.name, path, 0, size)
         return
     with source.open("rb") as file:
-        for name, is_folder, offset, size, fault, *_ in resolved_members(file, 0, file_size(source)):
+        for name, is_folder, offset, size, fault, *_ in tar_members(file, 0, file_size(source)):
             if fault:  # One file holds thousands of images: not an item to skip.
                 raise tarfile.ReadError(f"{printable(name)}: {fault}")
             if not is_folder:
