@@ -116,7 +116,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         _print_listing(listing, time.monotonic() - started)
         as_listed, to_compare = listing, ""
         if existing:
-            listing, to_compare = mark_changed(listing, out / SOURCE_TABLE, config.compare == "content")
+            listing, to_compare = mark_changed(listing, out / SOURCE_TABLE)
         if to_compare:
             print(f"{to_compare}: their bytes are compared with those in the shards", flush=True)
         split = hold_out(listing, config)

@@ -148,10 +148,6 @@ class ShardConfig(ImagesConfig):
     """Keep only classes with more than this number of images in the train split."""
     synset_names: PathText = ""
     """File of lines 'wnid name' with class names (words.txt, LOC_synset_mapping.txt)."""
-    compare: Literal["mtime", "content"] = "mtime"
-    """Which images the next start compares with finished shards, byte by byte. mtime: those with another time of
-    change; content: all.
-    """
     seed: Seed = 0
     """Seed of the order of samples."""
     samples_per_shard: PositiveInt = 4096
