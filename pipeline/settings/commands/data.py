@@ -110,8 +110,6 @@ class ShardConfig(ImagesConfig):
     ILSVRC2012_validation_ground_truth.txt with meta.mat beside it; or, with label_names, a file of lines 'filename
     number' or ReaL's real.json.
     """
-    cifar100_labels: Literal["fine", "coarse"] = setting("fine", needs="layout=auto,cifar")
-    """cifar: CIFAR-100's 100 classes or 20 groups."""
     image_column: str = setting("image", needs="layout=auto,parquet")
     """parquet: column of images: encoded (binary, or struct<bytes, path>), or arrays (lists of lists of numbers).
     """
