@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from data_tools.driver import remove_leftovers
 from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained
 from data_tools.sharding.copies import copy_notes, exact_copies
-from data_tools.sharding.holdout import describe_groups, describe_mixed_groups, groups_of, hold_out, with_groups
+from data_tools.sharding.holdout import describe_groups, groups_of, hold_out, with_groups
 from data_tools.sharding.kinds import join_channels, source_pixels, split_pages
 from data_tools.sharding.plan import PlannedShard, make_plan
 from data_tools.sharding.source_table import SOURCE_TABLE, difference, few, mark_changed, save
@@ -120,9 +120,11 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         if to_compare:
             print(f"{to_compare}: their bytes are compared with those in the shards", flush=True)
         split = hold_out(listing, config)
-        odd = odd_classes(split, config.val_share)
-        groups = [*describe_groups(groups_of(split)), *describe_mixed_groups(split, config.group_pattern)]
-        for note in [*groups, *odd, *describe_targets(split)]:
+        for note in [
+            *describe_groups(groups_of(split)),
+            *odd_classes(split, config.val_share),
+            *describe_targets(split),
+        ]:
             print(note)
 
         pixels = source_pixels(listing, config)
