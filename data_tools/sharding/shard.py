@@ -26,7 +26,6 @@ from data_tools.sharding.write_shard import (
     Done,
     PlannedJob,
     ShardingJob,
-    load_part,
     part_path,
     read_rows,
     write_planned,
@@ -98,8 +97,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         raise UserError(f"{out} has a manifest that launch/index.py made of tars. Choose another out=...")
     existing = finished.info if finished else _unfinished(out)
     if others := _other_settings(config, existing):
-        _forget(out, lambda: f"with {'; '.join(others)}")
-        existing = None
+        raise UserError(f"{out} was made with {'; '.join(others)}. Choose another out=..., or remove the folder.")
     try:
         remove_leftovers(out, out / PARTS, out / STAGING)
         listing = apply_rules(list_samples(source, config, out / STAGING), config)
@@ -108,9 +106,12 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         names = readable_names(listing.classes, config.synset_names)
         identity = _identity(listing, config)
         if existing and existing["source"]["sha256"] != identity["source"]["sha256"]:
-            path, alike = existing["source"]["path"], "the same images, but with other classes, groups or numbers"
-            _forget(out, lambda: f"of other images of {path}: {difference(out / SOURCE_TABLE, listing) or alike}")
-            existing = None
+            changes = difference(out / SOURCE_TABLE, listing)
+            raise UserError(
+                f"{out} was made of other images of {existing['source']['path']}:"
+                f" {changes or 'the same, but with other classes, groups or numbers'}. Choose another out=..., or"
+                " remove the folder."
+            )
         if finished and finished.info.get("class_names") != names:  # They are not part of the listing's digest.
             raise UserError(f"{out} was made with other synset_names. Give those, or choose another out=...")
         _print_listing(listing, time.monotonic() - started)
@@ -321,18 +322,6 @@ def _unfinished(out: AnyPath) -> dict[str, Any] | None:
             f"out = {out} is not empty (it holds {foreign[0]}), and holds no data set. Choose an empty folder."
         )
     return None
-
-
-def _forget(out: AnyPath, how: Callable[[], str]) -> None:
-    """Removes the record of a job that has made no shard with images: it need not be like this one. Raises UserError
-    for others. how: returns how these were made.
-    """
-    known = (load_part(part_path(out, tar.name), Done) for tar in out.glob("*.tar"))
-    if (out / INFO).exists() or any(done is None or done.shard.samples for done in known):
-        raise UserError(f"{out} was made {how()}. Choose another out=..., or remove the folder.")
-    for path in [*out.glob("*.tar"), out / SOURCE_TABLE]:
-        path.unlink(missing_ok=True)
-    remove_tree(out / PARTS)  # Last: without the plan, the other files would be foreign to a command that finds them.
 
 
 def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
