@@ -33,7 +33,7 @@ _IMAGES_AT_ONCE, _VALUES_AT_ONCE = 64, 2**16
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
     """Report every row of every *.parquet below source to the collector."""
     columns = TableColumns(config, collector)
-    for split, name, path in split_files(source, collector.splits, ".parquet", collector.notes):
+    for split, name, path in split_files(source, collector.splits, ".parquet"):
         with damage_named(path, pa.ArrowException, OSError):
             # Not memory-mapped: all of it is read, once.
             file = open_parquet(path, memory_map=False, pre_buffer=False, buffer_size=2**20)

@@ -142,11 +142,6 @@ def test_the_data_set_keeps_its_groups(
     dataset = shard.run(config)
     assert "groups of train: " in capsys.readouterr().out
     check(dataset)
-    assert "group_pattern finds groups in keys" in "".join(
-        listed(tmp_path / "out", splits={"train": "train", "val": "val"}).notes
-    )
-    index.run(IndexConfig(source=str(dataset.shard_path("val-000000.tar")), out=str(tmp_path / "indexed")))
-    assert f"groups of {tmp_path}/out are not taken over" in capsys.readouterr().out
     shard.run(config)  # Nothing to do, and nothing to complain of.
     with pytest.raises(UserError, match="was made with group_pattern = "):
         shard.run(settings(photos, tmp_path / "out", val_share=SHARE, samples_per_shard=7))

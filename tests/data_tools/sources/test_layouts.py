@@ -20,7 +20,6 @@ from scipy.io import savemat
 
 from data_tools.sources import Listing, Reader, list_source
 from pipeline.base.errors import UserError
-from pipeline.data.dataset import exclusion
 from pipeline.data.dataset.manifest import ROWS, Shard, write_dataset
 from pipeline.data.loading.decode import decode
 from pipeline.settings.commands.data import ShardConfig
@@ -525,22 +524,6 @@ def test_webdataset_whose_keys_come_again_from_tar_to_tar(tmp_path: Path) -> Non
     assert listing.notes == ["keys repeat between tars: each gets the name of its tar as a prefix, such as more/v1_0/0"]
 
 
-@pytest.mark.parametrize(
-    ("there", "missing"),
-    [
-        ([f"train-{i:06d}" for i in range(10) if i not in (3, 7)], ": 3, 7."),
-        (["00000-of-00004", "00001-of-00004", "00002-of-00004"], ": 3."),
-        (["20190131", "20190228", "20200331"], ""),
-    ],
-)
-def test_a_gap_in_the_numbers_of_shards_is_named(there: list[str], missing: str, tmp_path: Path) -> None:
-    for number, name in enumerate(there):
-        (tmp_path / f"raw/{name}").parent.mkdir(parents=True, exist_ok=True)
-        write_tar({f"{number}.jpg": jpeg(number), f"{number}.cls": b"0"}, tmp_path / f"raw/{name}.tar")
-    notes = [note for note in listed(tmp_path / "raw", layout="webdataset").notes if "missing" in note]
-    assert [missing in note for note in notes] == [True] * bool(missing)
-
-
 def test_tars_of_data_sets_have_the_classes_of_these(tmp_path: Path) -> None:
     """Label 0 of two data sets is one class only if both say so; a tar alone has the classes of the data set beside it,
     too.
@@ -548,16 +531,14 @@ def test_tars_of_data_sets_have_the_classes_of_these(tmp_path: Path) -> None:
     for name, classes in (("cars", ["audi", "bmw"]), ("pets", ["cat", "dog"]), ("more_pets", ["cat", "dog"])):
         (tmp_path / "raw" / name).mkdir(parents=True)
         write_tar({f"{name}.jpg": jpeg(1), f"{name}.cls": b"1"}, tmp_path / "raw" / name / f"{name}.tar")
-        dataset = write_dataset(
+        write_dataset(
             tmp_path / "raw" / name, [Shard("x.tar", "train", 0, 0, "")], [ROWS.empty_table()], classes, {}, {}
         )
-    exclusion.write_list(dataset, "near_copies", exclusion.EXCLUDED.empty_table())
     said = f"The tars in {tmp_path}/raw/more_pets: its classes are cat, dog, but audi, bmw in {tmp_path}/raw/cars"
     assert said in refused(tmp_path / "raw", layout="webdataset")
     shutil.rmtree(tmp_path / "raw/cars")
     listing = listed(tmp_path / "raw", layout="webdataset")
     assert (listing.classes, len(listing)) == (["cat", "dog"], 2)
-    assert [f"near_copies of {tmp_path}/raw/more_pets" in note for note in listing.notes] == [True]
     pets = listed(tmp_path / "raw/pets/pets.tar", layout="webdataset")
     assert pets.classes == ["cat", "dog"]
 
@@ -571,10 +552,6 @@ def test_bad_webdataset(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     packed = write_tar(SHARD, tmp_path / "raw/a.tar.gz", "w:gz")
     assert "raw: a.tar.gz " in refused(packed.parent, layout="webdataset")
-    write_tar(SHARD, tmp_path / "raw/b.tar")
-    listing = listed(packed.parent, layout="webdataset")
-    assert len(listing) == 3
-    assert "a.tar.gz" in listing.notes[0]
 
 
 def test_auto_tells_class_tars_from_shards(tmp_path: Path) -> None:
