@@ -472,7 +472,7 @@ def _copies(sweep: Sweep, trained: dict[tuple[str, str], str]) -> dict[str, int 
                 f" split of the weights: {place}:SPLIT",
                 flush=True,
             )
-        tests = report.against if report.marked and is_searched else []
+        tests = report.against if is_searched else []
         copies[one] = {part.fingerprint: part.copies for part in tests if part.name.endswith(f":{TEST}")}
     if left := [f"{name}:{one[1]}" for one, name in trained.items() if one not in copies]:
         raise UserError(f"pretrained_on: the weights were trained on {', '.join(left)}, too. Name all: [FOLDER,FOLDER]")

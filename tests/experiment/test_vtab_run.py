@@ -323,7 +323,6 @@ def test_a_search_of_another_split_counts_as_none(prepared: list[str], finished:
     def copies(searched: str, settings: list[str], named: str = "") -> int | None:
         report = {
             "data": {"fingerprint": "f" * 16, "name": f"photos:{searched}"},
-            "marked": True,
             "against": [{"name": "dtd:test", "fingerprint": dtd, "copies": 3}],
         }
         (tmp_path / "dedup" / "report.json").write_text(json.dumps(report))
@@ -351,7 +350,7 @@ def test_copies_are_counted_in_all_sets_of_a_mixture(prepared: list[str], finish
     for name, tasks in (("a", ["dtd", "pets"]), ("b", ["dtd"])):
         against = [{"name": f"{task}:test", "fingerprint": data[task], "copies": 3} for task in tasks]
         (tmp_path / name / "dedup").mkdir(parents=True)
-        report = {"data": {"name": f"{name}:train", "fingerprint": name * 16}, "marked": True, "against": against}
+        report = {"data": {"name": f"{name}:train", "fingerprint": name * 16}, "against": against}
         (tmp_path / name / "dedup" / "report.json").write_text(json.dumps(report))
 
     def given(pretrained_on: str) -> list[str]:

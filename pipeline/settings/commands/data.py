@@ -319,8 +319,6 @@ class DedupConfig(JobConfig):
     """
     max_bad_share: Share = 0.001
     """Share of unreadable images above which the job stops."""
-    dry_run: bool = False
-    """Write only the report and the sheet of pairs; mark no image."""
 
     def check(self) -> None:
         """Check what is compared. Raises UserError."""

@@ -97,7 +97,6 @@ def test_copies_are_marked_and_nothing_else(sets: tuple[Dataset, Dataset], tmp_p
 
     assert report == json.loads((train.path / "dedup/report.json").read_text())
     assert report["data"]["copies"] == report["against"][0]["copies"] == len(planted())
-    assert sum(report["against"][0]["histogram"]) == len(planted())
     assert report["data"]["plain"] == 4
     assert "pets:train" in capfd.readouterr().out
     with Image.open(train.path / "dedup/pairs.png") as sheet:
@@ -290,7 +289,7 @@ def test_no_copies_is_an_empty_list(sets: tuple[Dataset, Dataset], tmp_path: Pat
         read_dedup_report(train.path)
 
     dedup.run(config(train, other.path))
-    assert read_dedup_report(train.path).marked
+    assert read_dedup_report(train.path).against[0].copies == 0
     assert not any(path.exists() for path in unfinished)
     assert len(read_lists(train)["test_copies"]) == 0
     assert not (train.path / "dedup/pairs.png").exists()
