@@ -62,7 +62,6 @@ _DECISIVE = ("seed", "val_share", "samples_per_shard", "resize_short", "jpeg_qua
 _DECISIVE_IF_SET = (
     "holdout_per_class",
     "min_images",
-    "resize_filter",
     "group_column",
     "group_pattern",
     "target_columns",
@@ -342,9 +341,10 @@ def _other_settings(config: ShardConfig, existing: dict[str, Any] | None) -> lis
     """The changed settings, such as "seed = 0, not 1"."""
     if not existing:
         return []
+    made_with = existing["settings"]  # Perhaps by an earlier version, with settings that are no more.
     both = {
-        name: (existing["settings"].get(name, getattr(_DEFAULTS, name)), getattr(config, name))
-        for name in (*_DECISIVE, *_DECISIVE_IF_SET)
+        name: (made_with.get(name, getattr(_DEFAULTS, name, None)), getattr(config, name, None))
+        for name in (*_DECISIVE, *_DECISIVE_IF_SET, *made_with)
     }
     return [f"{name} = {quoted(old)}, not {quoted(new)}" for name, (old, new) in both.items() if old != new]
 

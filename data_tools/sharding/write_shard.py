@@ -307,7 +307,7 @@ def _checked(data: bytes, job: ShardingJob) -> ShardImage:
     header = inspect(data, decodes and not config.resize_short, job.pixels)
     unread = left_out(header, job.pixels)
     if 0 < config.resize_short < min(header.width, header.height):
-        small, width, height = shrink(data, config.resize_short, config.resize_filter, config.jpeg_quality)
+        small, width, height = shrink(data, config.resize_short, config.jpeg_quality)
         return ShardImage(small, "jpg", width, height, unread)
     if not decodes:
         check_end(data, header.ext)

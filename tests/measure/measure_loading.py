@@ -362,8 +362,7 @@ def sharding(given: argparse.Namespace, files: Files, folder: Path) -> Iterator[
         yield one("ShardWriter", "webdataset", _in_processes, _write)
         yield one("ShardWriter + fsync + SHA-256", "webdataset", _in_processes, partial(_write, finish=_sync_and_hash))
         yield one("MDSWriter", "streaming", _in_processes, lambda files, out, i: _write_mosaic(files, out / str(i)))
-        for method in ("area", "antialias"):
-            yield one(f"ours, resized, {method}", "pandas", _ours, {"resize_short": _SHORT, "resize_filter": method})
+        yield one("ours, resized", "pandas", _ours, {"resize_short": _SHORT})
 
 
 def _empty(folder: Path) -> None:

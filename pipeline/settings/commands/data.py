@@ -151,11 +151,7 @@ class ShardConfig(ImagesConfig):
     samples_per_shard: PositiveInt = 4096
     """Samples per tar, except a split's last."""
     resize_short: Side = 0
-    """Resize larger images to this short side; 0 copies the bytes."""
-    resize_filter: Literal["area", "antialias"] = setting("area", needs="resize_short")
-    """With resize_short: area, as evaluation resizes full-size images; or antialias, Pillow's bilinear, which is
-    faster.
-    """
+    """Resize larger images to this short side, by area, as evaluation does with large images; 0 copies the bytes."""
     jpeg_quality: int = setting(95, min=1, max=100, needs="resize_short")
     """With resize_short: JPEG quality of re-encoded images."""
     channel_pattern: RegularExpression = ""
