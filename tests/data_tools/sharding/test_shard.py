@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,6 @@ from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.storage.bucket import name_inside, walk_files
-from pipeline.process import waits
 from pipeline.settings.commands.data import ShardConfig
 
 
@@ -237,11 +235,8 @@ def wait_for_state(folder: Path, **expected: object) -> dict:
     return states[-1]
 
 
-def test_progress_goes_on_while_no_shard_ends_and_tells_checks_from_work(tmp_path: Path, capfd, monkeypatch) -> None:
+def test_progress_goes_on_while_no_shard_ends_and_tells_checks_from_work(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(progress, "_SECONDS_BETWEEN_FILES", 0.01)
-    monkeypatch.setattr(waits, "NOTICE_SECONDS", 0.2)
-    monkeypatch.setattr(waits, "_LINE_SECONDS", 0.2)
-    monkeypatch.setattr(waits, "_board", waits._Board())
     with progress.ProgressMeter(1000, 10, tmp_path, "sharded") as job:
         job.add(600, 6_000_000, made=False)
         state = wait_for_state(tmp_path, images=600, shards=1, bytes=6_000_000)
@@ -252,15 +247,7 @@ def test_progress_goes_on_while_no_shard_ends_and_tells_checks_from_work(tmp_pat
         assert state["seconds_left"] == pytest.approx(300 / state["images_per_second"])
         # 100 images since the check ended, not 700 since the start.
         assert 100 / state["seconds"] < state["images_per_second"] < 100 / 0.1
-        time.sleep(1)  # Two lines, and more on a slow machine.
-    time.sleep(0.05)
     assert list(tmp_path.iterdir()) == []
-    lines = capfd.readouterr().err.splitlines()
-    checked, made = ([line for line in lines if f"{count} of 1,000 images" in line] for count in (600, 700))
-    assert checked
-    assert not any("left" in line for line in checked), "checks say nothing about the time to make the others"
-    assert made
-    assert all("left" in line for line in made)
 
 
 def test_held_out_images_never_move(dataset: Dataset, pictures: dict, tmp_path: Path) -> None:
