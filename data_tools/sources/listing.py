@@ -493,12 +493,6 @@ class Collector:
             )
         if self.skipped:
             notes.append(f"cannot use {len(self.skipped):,} of the items listed: {reasons(self.skipped)}")
-        if self.by_folders and self.is_labelled and len(classes) == 1:
-            notes.append(
-                f"all images are of one class, {printable(classes[0])!r}, the folder that they lie in (without labels:"
-                " layout=images)"
-            )
-        notes += [] if self.is_labelled else self._unused_folders()
         num_bare = pc.sum(pc.equal(pc.list_value_length(table["labels"]), 0)).as_py()
         if num_bare and self.is_labelled:
             notes.append(f"{num_bare:,} of {counted(len(table), 'image')} without a label, of which no class is learnt")
@@ -579,16 +573,6 @@ class Collector:
             ("hidden folder", " and all that they hold", self._hidden_folders),
         ]
         return [f"ignored {few.counted(noun)}{more}: {few}" for noun, more, few in kinds if few.count]
-
-    def _unused_folders(self) -> list[str]:
-        """A note for each split of images without labels whose folders are probably classes."""
-        return [
-            f"note: {folders.total():,} of {folders.total() + self._direct[split]:,} images of {split!r} lie in"
-            f" {counted(len(folders), 'folder')} ({first_of(sorted(folders))}), which layout=images does not use. If"
-            " these are classes, leave layout=images out."
-            for split in filter(self.has_class_folders, self.splits)
-            for folders in [+self._counts[split]]
-        ]
 
     def _but_skipped(self) -> str:
         return f"; {len(self.skipped):,} cannot be used: {reasons(self.skipped)}" if self.skipped else ""
