@@ -22,7 +22,6 @@ from data_tools.sources.listing import sorted_by_key, with_columns
 from pipeline.architecture.pixels import FULL_RANGE, RGB8, RGB_CHANNELS, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.data.images.arrays import chosen_array
 from pipeline.data.images.stored import DecodeError, StoredImage, describe_channels
 from pipeline.data.loading.decode import left_out, stored_image
 from pipeline.process.waits import worked
@@ -66,7 +65,7 @@ def source_pixels(listing: Listing, config: ShardConfig) -> Pixels:
     """`pixels_of` the images of a source, by the headers of some."""
     if listing.convert or config.to_rgb8:
         return RGB8
-    images = _probed(listing, config.npz_array)
+    images = _probed(listing)
     is_split = "page" in listing.table.column_names
     return pixels_of(images, config.channels, config.pages, config.nodata, listing.channels, is_split)
 
@@ -162,14 +161,13 @@ def _note_others(others: list[_ImageKind], kinds: list[_ImageKind], most: str) -
         )
 
 
-def _probed(listing: Listing, npz_array: str) -> Iterator[tuple[str, StoredImage]]:
+def _probed(listing: Listing) -> Iterator[tuple[str, StoredImage]]:
     """(name, header) of some images, evenly over the listing; those that cannot be read are left to the job."""
     rows = np.unique(np.linspace(0, len(listing) - 1, _NUM_PROBED).astype(np.int64))
     with Reader() as reader:
         for image in listing.images(rows):
             try:
-                data = reader.read(*next(filter(None, image.files)))
-                yield image.name, stored_image(chosen_array(data, npz_array))
+                yield image.name, stored_image(reader.read(*next(filter(None, image.files))))
             except (OSError, ValueError):
                 continue
 

@@ -69,7 +69,6 @@ _DECISIVE_IF_SET = (
     "channel_pattern",
     "channel_columns",
     "missing_channels",
-    "npz_array",
     "pages",
     "to_rgb8",
     "nodata",

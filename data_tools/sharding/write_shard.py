@@ -28,7 +28,6 @@ from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import ROWS, Shard, targets_field
-from pipeline.data.images.arrays import chosen_array
 from pipeline.data.loading.decode import DecodeError, check_end, decode, inspect, left_out
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, file_size, state_of, to_path
@@ -281,7 +280,7 @@ def _read_image(reader: Reader, source: SourceImage, job: ShardingJob) -> ShardI
     """Returns an image for the shard, or what is wrong with it. Raises LostError."""
     config, is_filled = job.config, False
     try:
-        files = [None if file is None else chosen_array(reader.read(*file), config.npz_array) for file in source.files]
+        files = [None if file is None else reader.read(*file) for file in source.files]
         if config.channel_pattern or config.channel_columns:
             image: ShardImage | None = joined(files, job.pixels, config)
         else:

@@ -166,8 +166,6 @@ class ShardConfig(ImagesConfig):
     """What the pages of a TIFF, or the frames of a DICOM, are: channels of one image, samples, or all but the first or
     the middle one are not used.
     """
-    npz_array: str = ""
-    """The array of .npz files of several that is the image; it is stored as .npy."""
     to_rgb8: bool = False
     """Reduce images of more than 8 bits or more than three channels to 8-bit RGB: the range of their type becomes 0 to
     255. Channels named red, green and blue are kept, else the first three.

@@ -415,18 +415,6 @@ def test_a_missing_channel_is_its_mean_of_the_others(
     check(complete, {key: values for key, values in written.items() if has[key].all()})
 
 
-def test_one_of_several_arrays_is_the_image(ray_cluster: int, tmp_path: Path) -> None:
-    written, files = arrays("float32", 2), dict[str, bytes]()
-    for key, values in written.items():
-        np.savez_compressed(file := io.BytesIO(), bands=values, mask=values > 0)
-        files[f"{key}.npz"] = file.getvalue()
-    source = write_folder(files, tmp_path / "raw")
-    for given in ({}, {"npz_array": "other"}):
-        with pytest.raises(UserError, match="max_bad_share"):
-            shard.run(settings(source, tmp_path / "no", **given))
-    check(shard.run(settings(source, tmp_path / "out", npz_array="bands")), written)
-
-
 def test_pages_are_refused_until_a_setting_says_what_they_are(ray_cluster: int, tmp_path: Path, capfd) -> None:
     written = arrays("uint16", 3)
     pages = {f"{key}.tif": tiff(np.moveaxis(values, 2, 0)) for key, values in written.items()}
