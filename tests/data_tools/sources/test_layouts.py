@@ -364,13 +364,6 @@ def test_list(ending: str, tmp_path: Path) -> None:
     assert listing.notes == ["1 of 3 images without a label, of which no class is learnt"]
 
 
-def test_a_list_gives_the_table_of_its_folder(tmp_path: Path) -> None:
-    files = {name: data for name, data in FILES.items() if "/" in name}
-    folder = listed(write_folder(files, tmp_path / "raw"))
-    by_list = listed(table(tmp_path / "raw/list.csv", [(name, name.split("/")[0]) for name in files]))
-    assert folder.digest() == by_list.digest()
-
-
 def test_lists_of_splits_and_numbers(tmp_path: Path) -> None:
     write_folder(FILES, tmp_path / "raw/lists")
     table(tmp_path / "raw/lists/a.csv", [("cat/1.jpg", 10), ("dog/2.jpg", 2)])
