@@ -30,7 +30,7 @@ def exact_copies(dataset: Dataset, exclude: str) -> dict[str, SplitCopies]:
     for split in sorted(dataset.splits, key=lambda name: name == "train"):
         index = dataset.index(split)
         rows = np.delete(np.arange(len(index)), excluded_rows(dataset, split, exclude)[0])
-        digests = _first_halves(index.hashes)[rows]
+        digests = _first_halves(index.hashes[:])[rows]
         there, counts = np.unique(digests, return_counts=True)
         repeated = np.flatnonzero(np.isin(digests, there[counts > 1]))
         labels = defaultdict[int, list[bytes]](list)
