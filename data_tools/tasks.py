@@ -2,9 +2,11 @@
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 from data_tools.progress import ProgressMeter
+from pipeline.base.errors import UserError
 from pipeline.cluster import ray_tasks
 from pipeline.data.storage.bucket import AnyPath
 
@@ -36,3 +38,9 @@ def tasks_on_cluster(
         ) as tasks,
     ):
         yield tasks, progress
+
+
+def refuse_unseen(path: AnyPath) -> None:
+    """Raise UserError in a task whose node does not see a file or folder that the driver sees."""
+    if isinstance(path, Path) and not path.exists():
+        raise UserError(f"A worker cannot access {path}: it must be on storage shared by all nodes.")

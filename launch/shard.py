@@ -5,14 +5,12 @@ Shard raw images into a data set: tars that WebDataset can read, and a manifest 
 source has one of these layouts; layout=auto detects it:
   folder         class folders: cat/1.jpg, dog/2.jpg
   archive        a .tar, .tar.gz, .tgz or .zip of class folders
-  flat           one folder of n01440764_tench.JPEG
   images         images without labels, in any folders and archives (only if named: layout=images)
   list           CSV or Parquet of paths and labels
   parquet        files with a column of images (Hugging Face)
   webdataset     existing WebDataset shards, to shuffle and shard again
   imagenet21k    <wnid>.tar files, in a folder or one big tar
   imagenet1k     ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar
-  tiny_imagenet  Tiny-ImageNet, its folder or zip
   cifar          CIFAR-10 or -100, python or binary
 Only compressed tars and images in Parquet are unpacked, for a while, to <out>/.staging. Image bytes are copied
 unchanged, unless resize_short is set (CIFAR's pixels become PNGs).

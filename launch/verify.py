@@ -2,11 +2,10 @@
 
 Check every byte of a data set against its manifest, and report what is damaged.
 
-Checked for every shard: its size, its SHA-256 and each tar header. For every image: the position of its bytes, its
-checksum, key and label, and that it can be decoded (all images, or a share of decode_share).
+Checked for every shard: its size and SHA-256. For every image: the position of its bytes, its checksum and its label.
+(Images are decoded when they are sharded or indexed.)
 
       python launch/verify.py data=datasets/photos
-      python launch/verify.py data=datasets/photos decode_share=0.01
       ray job submit --working-dir . -- python launch/verify.py data=/data/imagenet21k_shards
 
 Writes report.json and damage.csv into out, and lists damaged images in exclude/damaged.parquet of the data set, so that

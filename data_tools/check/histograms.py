@@ -1,7 +1,6 @@
 """Draws the statistics of a data set as one page of histograms."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,6 +13,7 @@ from pipeline.base.words import counted, of_classes, printable, shorten, si
 from pipeline.data.dataset.manifest import Dataset
 
 _MAX_NAMED = 20
+_MOST_TARGETS = 4
 _MAX_NAME = 18
 _BINS = 60
 # Quantiles shown in each histogram, so that outliers do not compress the rest.
@@ -23,40 +23,33 @@ _COLOURS = ("#3b6ea5", "#d98032", "#4f9a62", "#8a63a8", "#7a7a7a")
 Colours = dict[str, str]
 
 
-def draw_histograms(dataset: Dataset, counts: dict[str, SplitCounts], shards: Sequence[dict[str, Any]]) -> bytes:
-    """A PNG of six panels: classes, sides, aspect ratios, bytes, labels or formats, mixing; a colour for each split.
-
-    Without classes, the first and the last panel are left out. A third row shows the first numbers to predict.
-
-    shards: rows of `count`.
-    """
-    columns = 3 if dataset.classes else 2
-    rows = 3 if dataset.targets else 2
-    figure = Figure(figsize=(5 * columns, 4.3 * rows), dpi=100, layout="constrained")
-    panels = list(figure.subplots(rows, columns).ravel())
-    panels, of_targets = panels[: 2 * columns], panels[2 * columns :]
+def draw_histograms(dataset: Dataset, counts: dict[str, SplitCounts]) -> bytes:
+    """A PNG of panels: classes, sides, aspect ratios, bytes, the first numbers to predict; a colour for each split."""
+    targets = dataset.targets[:_MOST_TARGETS]
+    num_panels = bool(dataset.classes) + 3 + len(targets)
+    rows = -(-num_panels // 2)
+    figure = Figure(figsize=(10, 4.3 * rows), dpi=100, layout="constrained")
+    panels = list(figure.subplots(rows, 2).ravel())
+    for axes in panels[num_panels:]:
+        axes.set_visible(False)
+    for axes in panels:
+        style_axes(axes, "y")
     colours = {split: _COLOURS[number % len(_COLOURS)] for number, split in enumerate(counts)}
     total = sum(len(of.size) for of in counts.values())
     title = f"{printable(dataset.path.name)}: {counted(total, 'image')} {of_classes(dataset.num_classes)}"
     figure.suptitle(title, fontsize=15, parse_math=False)
-    sides, aspects, sizes, labels_or_formats = panels[1:5] if dataset.classes else panels
     if dataset.classes:
-        _classes(panels[0], counts, dataset.class_names, colours)
-        _mixing(panels[5], shards, colours)
+        _classes(panels.pop(0), counts, dataset.class_names, colours)
+    sides, aspects, sizes, *of_targets = panels
     _histogram(sides, {split: of.short for split, of in counts.items()}, colours)
     sides.set(title="Short side", xlabel="pixels")
     _histogram(aspects, {split: of.aspect for split, of in counts.items()}, colours, is_log=True)
     aspects.set(title="Aspect ratio", xlabel="width / height")
     _histogram(sizes, {split: np.maximum(of.size, 1) for split, of in counts.items()}, colours, is_log=True)
     sizes.set(title="Size of a file", xlabel="bytes")
-    _labels_or_formats(labels_or_formats, counts, colours)
-    for axes, target in zip(of_targets, dataset.targets, strict=False):
+    for axes, target in zip(of_targets, targets, strict=False):
         _target(axes, {split: of.targets[target] for split, of in counts.items()}, colours)
         axes.set(title=shorten(printable(target), 3 * _MAX_NAME), xlabel="value")
-    for axes in of_targets[len(dataset.targets) :]:
-        axes.set_visible(False)
-    for axes in (*panels, *of_targets):
-        style_axes(axes, "y")
     handles = [sides.plot([], [], "s", color=colour, label=split)[0] for split, colour in colours.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     return png(figure)
@@ -111,18 +104,6 @@ def _draw(axes: Axes, values: dict[str, np.ndarray], edges: list[float], colours
     axes.set_ylabel("share of the split's images")
 
 
-def _labels_or_formats(axes: Axes, counts: dict[str, SplitCounts], colours: Colours) -> None:
-    most = max(len(of.labels) for of in counts.values()) - 1
-    if most > 1:
-        padded = {split: np.pad(of.labels, (0, most + 1 - len(of.labels))).tolist() for split, of in counts.items()}
-        _bars(axes, padded, range(most + 1), colours)
-        axes.set(title="Labels of an image", xlabel="labels", ylabel="images")
-        return
-    formats = sorted({ext for of in counts.values() for ext in of.formats})
-    _bars(axes, {split: [of.formats[ext] for ext in formats] for split, of in counts.items()}, formats, colours)
-    axes.set(title="Formats", ylabel="images")
-
-
 def _bars(axes: Axes, heights: dict[str, list[int]], names: Sequence, colours: Colours) -> None:
     width = 0.8 / max(len(heights), 1)
     for number, (split, of_split) in enumerate(heights.items()):
@@ -133,21 +114,6 @@ def _bars(axes: Axes, heights: dict[str, list[int]], names: Sequence, colours: C
     if len(names) < 4:
         axes.set_xlim(-1.5, len(names) + 0.5)
     axes.yaxis.set_major_formatter(FuncFormatter(_number))
-
-
-def _mixing(axes: Axes, shards: Sequence[dict[str, Any]], colours: Colours) -> None:
-    splits, excess = (np.array([shard[name] for shard in shards]) for name in ("split", "excess"))
-    axes.axhline(1, color="0.5", linewidth=1, linestyle="--")
-    for split, colour in colours.items():
-        at = np.flatnonzero(splits == split)
-        axes.plot(at, excess[at], "o", color=colour, markersize=5 if len(splits) < 200 else 2)
-    if excess.max(initial=0) > 10:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(_number))
-    else:
-        axes.set_ylim(0, max(2, 1.1 * excess.max(initial=0)))
-    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
-    axes.set(title="Class mix of a shard", xlabel="shard", ylabel="unevenness; dashed: a random choice")
 
 
 def _number(value: float, _: object) -> str:

@@ -1,4 +1,4 @@
-"""Statistics of a data set from its manifest: counts, sizes, formats, class mix; optionally a contact sheet."""
+"""Statistics of a data set from its manifest: counts, sizes, formats; optionally a contact sheet."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from data_tools.sharding.copies import copy_notes, exact_copies
 from data_tools.sharding.values import measure_values
 from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
-from pipeline.base.files import as_csv, table_csv
+from pipeline.base.files import as_csv
 from pipeline.base.progress import duration
 from pipeline.base.words import counted, of_classes, si
 from pipeline.cluster import ray_tasks
@@ -31,10 +31,8 @@ from pipeline.process.outputs import hold, try_output
 from pipeline.settings.commands.data import StatsConfig
 from pipeline.settings.schema import flatten
 
-STATS, CLASSES, SHARDS = "stats.json", "classes.csv", "shards.csv"
+STATS, CLASSES = "stats.json", "classes.csv"
 HISTOGRAMS, SHEET = "histograms.png", "contact_sheet.png"
-# Of columns of shards.csv.
-_DIGITS = (("largest_share", 4), ("distance", 4), ("excess", 3))
 _QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 
 
@@ -54,13 +52,13 @@ def run(config: StatsConfig) -> dict[str, Any]:
     if isinstance(out, Path):
         try_output("out", out)
         hold(out)
-    counts, shards = count(dataset)
+    counts = count(dataset)
     copies = exact_copies(dataset, "all")
     splits = {
         split: {
             **_summary(of_split, dataset),
             "exact_copies": asdict(copies[split]),
-            "shards": _shard_summary([shard for shard in shards if shard["split"] == split]),
+            "shards": dataset.info["shards"][split],
         }
         for split, of_split in counts.items()
     }
@@ -80,10 +78,7 @@ def run(config: StatsConfig) -> dict[str, Any]:
     contents = {
         STATS: (json.dumps(stats, indent=1, ensure_ascii=False) + "\n").encode(),
         CLASSES: as_csv([("class", *counts), *zip(dataset.classes, *of_splits, strict=True)]),
-        SHARDS: table_csv(
-            [shard | {name: f"{shard[name]:.{digits}f}" for name, digits in _DIGITS} for shard in shards]
-        ),
-        HISTOGRAMS: draw_histograms(dataset, counts, shards),
+        HISTOGRAMS: draw_histograms(dataset, counts),
         SHEET: sheet,
     }
     write_files(out, contents, mark=STATS)
@@ -157,22 +152,6 @@ def _quantiles(values: np.ndarray) -> dict[str, float]:
     return {name: round(float(value), 4) for name, value in zip(_QUANTILES, found.tolist(), strict=True)}
 
 
-def _shard_summary(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    if not shards:
-        return {"count": 0}
-    samples, sizes, excess = ([of[name] for of in shards] for name in ("samples", "bytes", "excess"))
-    return {
-        "count": len(shards),
-        "samples_min": min(samples),
-        "samples_max": max(samples),
-        "bytes_min": min(sizes),
-        "bytes_max": max(sizes),
-        "mix_excess_median": float(np.median(excess)),
-        "mix_excess_max": max(excess),
-        "mix_worst": shards[excess.index(max(excess))]["shard"],
-    }
-
-
 def metrics(stats: dict[str, Any]) -> dict[str, float]:
     """Every number of stats.json under a dotted name for experiment trackers, such as 'train.classes.median'."""
     numbers = {"num_classes": stats["num_classes"], **flatten(stats["splits"])}
@@ -188,16 +167,9 @@ def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
             f"  values of {pixels['type']}: " + ", ".join(f"{name} {low:g} to {high:g}" for name, low, high in ranges)
         )
     for name, of in stats["splits"].items():
-        print(f"  {name}: {counted(of['samples'], 'image')}, {si(of['bytes'], 'B')}")
-        for part in (
-            "formats",
-            "classes",
-            "labels_per_sample",
-            "short_side",
-            "aspect_ratio",
-            "bytes_per_image",
-            "shards",
-        ):
+        images, shards = counted(of["samples"], "image"), counted(of["shards"], "shard")
+        print(f"  {name}: {images} in {shards}, {si(of['bytes'], 'B')}")
+        for part in ("formats", "classes", "labels_per_sample", "short_side", "aspect_ratio", "bytes_per_image"):
             facts = (f"{fact} {value:,.6g}" for fact, value in of[part].items() if isinstance(value, int | float))
             print(f"    {part.replace('_', ' ')}: {', '.join(facts)}")
         for target, values in of["targets"].items():

@@ -3,12 +3,10 @@
 Reads the tables of the manifest directly, because `Dataset.split` raises for the damage that is to be reported.
 """
 
-import hashlib
 import json
 import shutil
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -27,7 +25,6 @@ from pipeline.base.words import counted, si
 from pipeline.cluster import ray_tasks
 from pipeline.data.dataset import exclusion, manifest, mapped_index
 from pipeline.data.dataset.manifest import CHUNKS_FILE, INFO, ROWS, SAMPLES_FILE, Dataset, Shard, open_dataset
-from pipeline.data.images.stored import describe_left_out
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
@@ -51,8 +48,7 @@ def run(config: VerifyConfig) -> dict[str, Any]:
     if isinstance(out, Path):
         try_output("out", out)  # The data set may be read-only.
     with only_writer(out), ExitStack() as stack:
-        # Checks with other folders write the same list: one that decodes a share would drop what another one just
-        # listed.
+        # Checks with other folders write the same list.
         with suppress(OSError):  # The list of a read-only data set is not written.
             stack.enter_context(only_writer(dataset.path / exclusion.FOLDER))
         return _check(dataset, out, config, begin)
@@ -62,14 +58,13 @@ def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -
     shards = dataset.shards(verify=False)
     details, samples, damaged_indexes = _check_manifest(dataset, shards)
     findings = [findings_table([("manifest", "", "", -1, "", detail, False) for detail in details])]
-    num_bytes, decoded, unread = 0, 0, Counter[str]()
-    jobs = _jobs(dataset, shards, samples, config.decode_share)
+    num_bytes = 0
+    jobs = _jobs(dataset, shards, samples)
     shown = sum(shard.samples for shard in shards), len(shards), out, "verified"
     with tasks_on_cluster(check_shard, jobs, config.num_tasks, *shown) as (tasks, progress):
         for number, checked in tasks:
             findings.append(findings_table(checked.findings))
-            num_bytes, decoded = num_bytes + checked.bytes, decoded + checked.decoded
-            unread.update(checked.left_out)
+            num_bytes += checked.bytes
             progress.add(shards[number].samples, checked.bytes)
     found = pa.concat_tables(findings).sort_by([("shard", "ascending"), ("row", "ascending")])
 
@@ -80,8 +75,6 @@ def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -
         "shards": len(shards),
         "samples": shown[0],
         "bytes": num_bytes,
-        "decoded": decoded,
-        "left_out": dict(unread),
         "seconds": time.monotonic() - begin,
         **_summary(found),
     }
@@ -122,32 +115,19 @@ def _check_manifest(dataset: Dataset, shards: list[Shard]) -> tuple[list[str], p
     return details, open_parquet(dataset.path / SAMPLES_FILE) if is_whole else None, damaged
 
 
-def _jobs(
-    dataset: Dataset, shards: list[Shard], samples: pq.ParquetFile | None, decode_share: float
-) -> Iterator[VerifyJob]:
-    # Those listed by the last run are always decoded, or a partial run would drop them from the list.
-    listed = exclusion.earlier_list(dataset, LIST)
-    again = set(zip(listed["split"].to_pylist(), listed["key"].to_pylist(), strict=True))
+def _jobs(dataset: Dataset, shards: list[Shard], samples: pq.ParquetFile | None) -> Iterator[VerifyJob]:
     batches = samples.iter_batches(_BATCH, columns=ROWS.names) if samples else iter(())
     waiting = ROWS.empty_table()
-    first_row, split = 0, None
+    first_row, split, rows = 0, None, None
     for shard in shards:
         first_row, split = (first_row if shard.split == split else 0), shard.split
-        rows = decode = None
         if samples:
             while len(waiting) < shard.samples:
                 batch = pa.Table.from_batches([next(batches)])
                 waiting = pa.concat_tables([waiting, batch.select(ROWS.names).cast(ROWS)])
             rows, waiting = waiting.slice(0, shard.samples).to_pydict(), waiting.slice(shard.samples)
-            if decode_share < 1:
-                decode = frozenset(key for key in rows["key"] if _is_chosen(key, decode_share) or (split, key) in again)
-        yield VerifyJob(str(dataset.path), shard, rows, first_row, dataset.num_classes, decode, dataset.pixels)
+        yield VerifyJob(str(dataset.path), shard, rows, first_row, dataset.num_classes)
         first_row += shard.samples
-
-
-def _is_chosen(key: str, share: float) -> bool:
-    """Chosen by a hash of the key, independent of the one for held-out samples."""
-    return int.from_bytes(hashlib.sha256(f"decode:{key}".encode()).digest()[:8], "big") < share * 2**64
 
 
 def _summary(found: pa.Table) -> dict[str, Any]:
@@ -192,12 +172,9 @@ def _write_list(dataset: Dataset, found: pa.Table) -> AnyPath | None:
 
 
 def _print_report(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed: AnyPath | None) -> None:
-    for note in describe_left_out(report["left_out"]):
-        print(note)
-    share = report["decoded"] / max(report["samples"], 1)
     read = (
         f"read {counted(report['shards'], 'shard')}, {counted(report['samples'], 'image')},"
-        f" {si(report['bytes'], 'B')} in {duration(report['seconds'])}; decoded {report['decoded']:,} ({share:.0%})"
+        f" {si(report['bytes'], 'B')} in {duration(report['seconds'])}"
     )
     if report["is_whole"]:
         emptied = f"; {listed} is empty now" if listed else ""

@@ -12,7 +12,7 @@ import json
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,9 @@ from pipeline.data.storage.bucket import AnyPath, make_folder, remove_tree, to_p
 from pipeline.settings.commands.data import DedupConfig
 
 TESTS = "tests.npz"
-_HISTOGRAM_BINS = 10
 _MAX_PICTURED = 96
 _SIDE = 224  # More pixels of an image are not drawn.
 _GREY = np.full((_SIDE, _SIDE, 3), 128, np.uint8)  # An unreadable image: equal files are copies, also damaged ones.
-
-Histogram = Callable[[Pairs], list[int]]
 
 
 def run(config: DedupConfig) -> dict[str, Any]:
@@ -78,23 +75,16 @@ def run(config: DedupConfig) -> dict[str, Any]:
 def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfig) -> dict[str, Any]:
     started = time.monotonic()
     states = read_images([searched, *tests], config)
-    edges = np.linspace(0, config.max_distance or 1e-6, _HISTOGRAM_BINS + 1)
-
-    def histogram(pairs: Pairs) -> list[int]:
-        return np.histogram(pairs.distances, edges)[0].tolist()
-
     if tests:
         names = "test_copies", "report.json", "pairs.png", "Test images"
-        copies, found = _against(searched, tests, states, config, histogram)
+        copies, found = _against(searched, tests, states, config)
         of, notes = _names(tests, copies.others), [""] * len(copies.rows)
     else:
         names = NEAR_COPIES, "near_copies.json", "near_copies.png", "Kept images"
-        copies, notes, found = _within(searched, states[0], config, histogram)
+        copies, notes, found = _within(searched, states[0], config)
         of = searched.keys(copies.others)
     report = {
         "max_distance": config.max_distance,
-        "marked": not config.dry_run,
-        "histogram_edges": edges.round(6).tolist(),
         **found,
         "seconds": round(time.monotonic() - started, 1),
     }
@@ -140,11 +130,7 @@ def _tests(searched: ComparedSplit, config: DedupConfig) -> list[ComparedSplit]:
 
 
 def _against(
-    searched: ComparedSplit,
-    tests: list[ComparedSplit],
-    states: list[np.ndarray],
-    config: DedupConfig,
-    histogram: Histogram,
+    searched: ComparedSplit, tests: list[ComparedSplit], states: list[np.ndarray], config: DedupConfig
 ) -> tuple[Pairs, dict[str, Any]]:
     """Returns the copies of test images, each with the nearest of these, and what the report says of them."""
     pairs = _search(searched, tests, config)
@@ -156,7 +142,6 @@ def _against(
                 **_about(part, states[number + 1]),
                 "images_with_copies": len(np.unique(of_part.others)),
                 "copies": len(np.unique(of_part.rows)),
-                "histogram": histogram(of_part.nearest()),
             }
         )
     copies = pairs.nearest()
@@ -188,9 +173,7 @@ def _search(searched: ComparedSplit, tests: Sequence[ComparedSplit], config: Ded
     return Pairs(*map(np.concatenate, zip(*found, strict=True))).within(config.max_distance)
 
 
-def _within(
-    own: ComparedSplit, states: np.ndarray, config: DedupConfig, histogram: Histogram
-) -> tuple[Pairs, list[str], dict[str, Any]]:
+def _within(own: ComparedSplit, states: np.ndarray, config: DedupConfig) -> tuple[Pairs, list[str], dict[str, Any]]:
     """Returns the copies of kept images of the split, a note on each, and what the report says of them."""
     # An image that another list excludes cannot stand for its copies.
     others = [name for name in paths_of_lists(own.dataset) if name != NEAR_COPIES]
@@ -209,11 +192,7 @@ def _within(
         "most_copies_of_one": int(groups.max(initial=0)),
         "copies_with_other_labels": sum(differ),
     }
-    return (
-        copies,
-        [", which has other labels" * other for other in differ],
-        {"data": data, "histogram": histogram(copies)},
-    )
+    return copies, [", which has other labels" * other for other in differ], {"data": data}
 
 
 def _about(part: ComparedSplit, states: np.ndarray) -> dict[str, Any]:
@@ -261,32 +240,26 @@ def _write(
     report: dict[str, Any],
     pictures: list[tuple[Tile, Tile]],
 ) -> str:
-    """Write the list, unless report["marked"] is False, then the report and the sheet of pairs; returns what was done,
-    to be printed.
+    """Write the list, then the report and the sheet of pairs; returns what was done, to be printed.
 
     names: of the list, the files of the report and the sheet, and of the upper images of the sheet. marks: EXCLUDED.
     """
     name, report_file, sheet_file, upper = names
     folder = searched.dataset.path / FOLDER
-    if report["marked"]:
-        # An older report speaks of the older list. Without one, readers say "not searched".
-        (folder / report_file).unlink(missing_ok=True)
-        # The marks of the searched split are replaced, those of other splits kept.
-        earlier = earlier_list(searched.dataset, name)
-        of_others = earlier.filter(pc.not_equal(earlier["split"], searched.split))
-        if replaced := len(earlier) - len(of_others):
-            print(f"replaces {counted(replaced, 'mark')} of the last search of this split")
-        path = write_list(searched.dataset, name, pa.concat_tables([marks, of_others]))
-        done = f"wrote {path}"
-        if len(marks):
-            done = f"marked {counted(len(marks), 'copy')} in {path}; look at {folder / sheet_file}"
-        if len(of_others):
-            splits = ", ".join(of_others["split"].unique().to_pylist())
-            done += f"\nkept {counted(len(of_others), 'mark')} of earlier searches in {splits}"
-    else:
-        done = (
-            f"dry_run: none of the {counted(len(marks), 'copy')} was marked; report and sheet of pairs are in {folder}"
-        )
+    # An older report speaks of the older list. Without one, readers say "not searched".
+    (folder / report_file).unlink(missing_ok=True)
+    # The marks of the searched split are replaced, those of other splits kept.
+    earlier = earlier_list(searched.dataset, name)
+    of_others = earlier.filter(pc.not_equal(earlier["split"], searched.split))
+    if replaced := len(earlier) - len(of_others):
+        print(f"replaces {counted(replaced, 'mark')} of the last search of this split")
+    path = write_list(searched.dataset, name, pa.concat_tables([marks, of_others]))
+    done = f"marked {counted(len(marks), 'copy')} in {path}"
+    if len(marks):
+        done += f"; look at {folder / sheet_file}"
+    if len(of_others):
+        splits = ", ".join(of_others["split"].unique().to_pylist())
+        done += f"\nkept {counted(len(of_others), 'mark')} of earlier searches in {splits}"
     sheet = None  # Removes an older one.
     if pictures:
         title = f"{upper}, and below each its copy, with the distance"
@@ -298,21 +271,19 @@ def _write(
 
 def _print(report: dict[str, Any]) -> None:
     data, against = report["data"], report.get("against", [])
-    edges = [f"<{edge:.2g}" for edge in report["histogram_edges"][1:]]
     if against:
-        rows = [["evaluation set", "images", "with copies", "copies", *edges]]
+        rows = [["evaluation set", "images", "with copies", "copies"]]
         for part in against:
-            numbers = [part["images"], part["images_with_copies"], part["copies"], *part["histogram"]]
+            numbers = [part["images"], part["images_with_copies"], part["copies"]]
             rows.append([part["name"], *(f"{count:,}" for count in numbers)])
-        said = "test images; they are counted by distance to the nearest test image"
+        for line in aligned(rows, 1):
+            print(line)
+        said = "test images"
     else:
-        rows = [["distance", *edges], ["copies", *(f"{count:,}" for count in report["histogram"])]]
         said = (
             f"{data['images_with_copies']:,} others, which are kept (at most {data['most_copies_of_one']:,} of one);"
             f" {data['copies_with_other_labels']:,} of them have other labels than the kept image"
         )
-    for line in aligned(rows, 1):
-        print(line)
     print(f"{data['copies']:,} of the {counted(data['images'], 'image')} of {data['name']} are copies of {said}")
     if left_out := data.get("excluded_otherwise"):
         print(f"not compared, since other lists exclude them: {counted(left_out, 'image')}")

@@ -17,7 +17,7 @@ import pyarrow as pa
 from data_tools.dedup.near_copies import SIDE, is_plain, thumbnail
 from data_tools.driver import remove_leftovers
 from data_tools.sources.reader import lost_if_unreadable, read_thumbnail
-from data_tools.tasks import tasks_on_cluster
+from data_tools.tasks import refuse_unseen, tasks_on_cluster
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import npz
 from pipeline.base.errors import UserError
@@ -103,25 +103,23 @@ def make_thumbnails(job: ThumbnailJob) -> None:
     thumbs = np.zeros((len(job.offsets), SIDE, SIDE), np.uint8)
     states = np.full(len(job.offsets), BAD, np.uint8)
     hashes = np.zeros((len(job.offsets), HASH_BYTES), np.uint8)
-    try:
-        with lost_if_unreadable(job.tar), fetched(to_path(job.tar)) as file:
-            for i, (offset, size) in enumerate(zip(job.offsets.tolist(), job.sizes.tolist(), strict=True)):
-                data = _read(file, job.tar, offset, size)
-                digest = content_hash(data)
-                hashes[i] = np.frombuffer(digest, np.uint8)
-                if job.hashes[i].tobytes() not in (digest, _NO_HASH):
-                    raise UserError(
-                        f"{job.tar} has other bytes at {offset:,} than in the manifest. Repair it (launch/verify.py"
-                        " says how), and run the same command again."
-                    )
-                try:
-                    pixels = picture(data, job.pixels)
-                except DecodeError:
-                    continue
-                thumbs[i] = thumbnail(pixels)
-                states[i] = PLAIN if is_plain(pixels, thumbs[i]) else FINE
-    except FileNotFoundError:
-        raise _unseen(job.tar) from None
+    refuse_unseen(to_path(job.tar))
+    with lost_if_unreadable(job.tar), fetched(to_path(job.tar)) as file:
+        for i, (offset, size) in enumerate(zip(job.offsets.tolist(), job.sizes.tolist(), strict=True)):
+            data = _read(file, job.tar, offset, size)
+            digest = content_hash(data)
+            hashes[i] = np.frombuffer(digest, np.uint8)
+            if job.hashes[i].tobytes() not in (digest, _NO_HASH):
+                raise UserError(
+                    f"{job.tar} has other bytes at {offset:,} than in the manifest. Repair it (launch/verify.py says"
+                    " how), and run the same command again."
+                )
+            try:
+                pixels = picture(data, job.pixels)
+            except DecodeError:
+                continue
+            thumbs[i] = thumbnail(pixels)
+            states[i] = PLAIN if is_plain(pixels, thumbs[i]) else FINE
     with replacing(to_path(job.out)) as out:
         np.savez(out, thumbs=thumbs, states=states, hashes=hashes)
 
@@ -130,17 +128,12 @@ def read_image(tar: str, offset: int, size: int, pixels: Pixels) -> np.ndarray:
     """The picture of an image that has a thumbnail, uint8 (H, W, 3). Raises UserError for a missing, damaged or changed
     shard.
     """
+    refuse_unseen(to_path(tar))
     try:
         with lost_if_unreadable(tar), to_path(tar).open("rb", buffering=0) as file:
             return picture(_read(file, tar, offset, size), pixels)
-    except FileNotFoundError:
-        raise _unseen(tar) from None
     except DecodeError as error:
         raise UserError(f"{tar} was changed while its images were compared: {error}. Shard again.") from None
-
-
-def _unseen(tar: str) -> UserError:
-    return UserError(f"A worker cannot access {tar}: data sets must be on storage shared by all nodes.")
 
 
 def _read(file: BinaryIO, tar: str, offset: int, size: int) -> bytes:

@@ -9,10 +9,11 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.sources import Listing
-from data_tools.sources.labels import names_of_synsets, read_names
+from data_tools.sources.labels import read_names
 from data_tools.sources.listing import label_lists, label_pairs, with_columns
 from data_tools.sources.spill import slices
 from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted
 from pipeline.base.words import counted, first_of, printable
 from pipeline.process.installed import read_lines
 from pipeline.settings.commands.data import ShardConfig
@@ -68,20 +69,25 @@ def refuse_untrained(listing: Listing, config: ShardConfig) -> None:
             )
 
 
-def readable_names(classes: list[str], synset_names: str, of_source: dict[str, str]) -> list[str] | None:
-    """The readable name of each class (the class itself where it has none): of the file synset_names, else of the
-    source.
+def readable_names(classes: list[str], synset_names: str) -> list[str] | None:
+    """The readable name of each class by the file synset_names, the class itself where it has none; None without a
+    file.
 
-    None without either. Raises UserError for a file that names no class, or one class twice.
+    Raises UserError for a file that names no class, or one class twice.
     """
     if not synset_names:
-        return [of_source.get(name, name) for name in classes] if of_source.keys() & set(classes) else None
-    lines = read_lines(synset_names, "synset_names")
-    names = names_of_synsets(lines, f"synset_names = {synset_names}")
+        return None
+    lines, where = read_lines(synset_names, "synset_names"), f"synset_names = {synset_names}"
+    names: dict[str, str] = {}
+    for wnid, name in (parts for line in lines if len(parts := line.strip().split(None, 1)) == 2):
+        if names.setdefault(wnid, name) != name:
+            raise UserError(
+                f"{where} names {quoted(wnid)} twice, {quoted(names[wnid])} and {quoted(name)}. Remove one."
+            )
     if not names.keys() & set(classes):
         raise UserError(
-            f"synset_names = {synset_names} names none of the {counted(len(classes), 'class')}, such as {classes[0]}."
-            f" Its lines are 'wnid name', such as: {lines[0][:60]}"
+            f"{where} names none of the {counted(len(classes), 'class')}, such as {classes[0]}. Its lines are 'wnid"
+            f" name', such as: {lines[0][:60]}"
         )
     return [names.get(name, name) for name in classes]
 

@@ -2,10 +2,7 @@
 
 import hashlib
 import itertools
-import re
-import shlex
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -58,40 +55,6 @@ def describe_groups(groups: Mapping[str, pa.Array | pa.ChunkedArray]) -> list[st
                 " by the other"
             )
     return lines
-
-
-def describe_mixed_groups(listing: Listing, pattern: str) -> list[str]:
-    """A line to print if groups have images of several classes; none otherwise. pattern: group_pattern, "" without one.
-
-    Sequences that each class numbers from 0 look so: the line then has a pattern that includes the class folder.
-    """
-    if not listing.has_groups:
-        return []
-    mixed = _mixed_groups(listing)
-    if not len(mixed):
-        return []
-    first = {name: printable(text) for name, text in mixed.slice(0, 1).to_pylist()[0].items()}
-    num_groups = pc.count_distinct(listing.table["group"]).as_py()
-    line = (
-        f"warning: {len(mixed):,} of {counted(num_groups, 'group')} with images of several classes, such as"
-        f" {first['group']!r}: {first['key_first']} and {first['key_last']}"
-    )
-    of_class = f"^([^/]+/.*?(?:{pattern}))"
-    with suppress(re.error, UserError):  # A pattern with flags, or that looks for the beginning of the key.
-        if pattern and not len(_mixed_groups(with_groups(listing, of_class))):
-            line += (
-                f". If each class numbers its own groups, include the class: {shlex.quote(f'group_pattern={of_class}')}"
-            )
-    return [line]
-
-
-def _mixed_groups(listing: Listing) -> pa.Table:
-    """The groups with images of several classes: group, and keys of two such images, key_first and key_last."""
-    rows, labels = label_pairs(listing.table)
-    table = listing.table.select(["group", "key"]).take(pa.array(rows)).append_column("label", pa.array(labels))
-    by_group = table.sort_by("label").group_by("group", use_threads=False)
-    found = by_group.aggregate([("key", "first"), ("key", "last"), ("label", "min"), ("label", "max")])
-    return found.filter(pc.not_equal(found["label_min"], found["label_max"])).drop(["label_min", "label_max"])
 
 
 def groups_of(listing: Listing) -> dict[str, pa.ChunkedArray]:

@@ -27,11 +27,11 @@ from data_tools.sharding.shard import SKIPPED, print_summary, resolve, write_tab
 from data_tools.sharding.values import check_range, measure_values
 from data_tools.sharding.write_shard import Done, as_rows, load_part, read_rows, write_part
 from data_tools.sources.labels import ClassNumbers
-from data_tools.sources.layouts.webdataset import NO_LABEL, complete_samples, known_class_names, not_taken_over
+from data_tools.sources.layouts.webdataset import NO_LABEL, complete_samples, known_class_names
 from data_tools.sources.listing import reasons, with_columns
 from data_tools.sources.reader import lost_if_unreadable, read_at, refuse_large
-from data_tools.sources.split_files import PARTS, refuse_unfinished, split_files
-from data_tools.tasks import tasks_on_cluster
+from data_tools.sources.split_files import PARTS, PLAN, split_files
+from data_tools.tasks import refuse_unseen, tasks_on_cluster
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted, shortened
@@ -99,9 +99,9 @@ def run(config: IndexConfig) -> Dataset:
 
 def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
     started = time.monotonic()
-    notes: list[str] = []
-    files = split_files(source, config.splits, ".tar", notes)
-    refuse_unfinished(out)
+    files = split_files(source, config.splits, ".tar")
+    if (out / PARTS / PLAN).exists():
+        raise UserError(f"{out} is a data set that launch/shard.py has not finished. Run its command again first.")
     finished = open_dataset(out) if (out / INFO).exists() else None
     if finished:
         names, pixels = finished.classes, finished.pixels
@@ -114,8 +114,6 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
             )
     else:
         names = known_class_names(source, files, config.label_names)
-        for note in [*notes, *not_taken_over(source, files, config.group_pattern)]:
-            print(note)
         pixels = pixels_of(_probed([path for *_, path in files]), config.channels, config.pages, config.nodata)
         check_range(pixels, config.values)
     jobs = [
@@ -194,10 +192,8 @@ def index_tar(job: IndexJob) -> Done:
     Raises UserError for a damaged tar, LostError when reading fails because of the node or its storage.
     """
     path, part = to_path(job.path), to_path(job.part)
-    try:
-        num_bytes = file_size(path)
-    except FileNotFoundError:
-        raise UserError(f"A worker cannot access {path}: the tars must be on storage shared by all nodes.") from None
+    refuse_unseen(path)
+    num_bytes = file_size(path)
     read = hashlib.sha256(f"{job} {num_bytes} {version(path)}".encode()).hexdigest()
     if (found := load_part(part, Done)) and found.read == read:
         return found

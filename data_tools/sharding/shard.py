@@ -15,18 +15,17 @@ import pyarrow.parquet as pq
 
 from data_tools.driver import remove_leftovers
 from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained
-from data_tools.sharding.copies import Copies, copy_notes, exact_copies, merge_copies
-from data_tools.sharding.holdout import describe_groups, describe_mixed_groups, groups_of, hold_out, with_groups
+from data_tools.sharding.copies import copy_notes, exact_copies
+from data_tools.sharding.holdout import describe_groups, groups_of, hold_out, with_groups
 from data_tools.sharding.kinds import join_channels, source_pixels, split_pages
 from data_tools.sharding.plan import PlannedShard, make_plan
 from data_tools.sharding.source_table import SOURCE_TABLE, difference, few, mark_changed, save
-from data_tools.sharding.targets import describe_targets, with_targets
+from data_tools.sharding.targets import describe_targets
 from data_tools.sharding.values import check_range, measure_values
 from data_tools.sharding.write_shard import (
     Done,
     PlannedJob,
     ShardingJob,
-    load_part,
     part_path,
     read_rows,
     write_planned,
@@ -55,24 +54,20 @@ from pipeline.settings.commands.data import ShardConfig
 
 # Lists the samples of a source: (source, settings, staging) -> Listing; see `list_source`.
 Lister = Callable[[AnyPath, ShardConfig, AnyPath], Listing]
-STAGING, SKIPPED, FILLED, COPIES, HASHES = ".staging", "skipped.csv", "filled.csv", "copies.csv", "hashes"
+STAGING, SKIPPED, FILLED = ".staging", "skipped.csv", "filled.csv"
 # Settings that determine the bytes; a folder made with other values is refused.
 _DECISIVE = ("seed", "val_share", "samples_per_shard", "resize_short", "jpeg_quality", "inspect")
 # The same, recorded only if set. (Class lists and maps are part of the listing's digest.)
 _DECISIVE_IF_SET = (
     "holdout_per_class",
     "min_images",
-    "merge_copies",
-    "resize_filter",
     "group_column",
     "group_pattern",
     "target_columns",
-    "target_pattern",
     "channels",
     "channel_pattern",
     "channel_columns",
     "missing_channels",
-    "npz_array",
     "pages",
     "to_rgb8",
     "nodata",
@@ -99,32 +94,35 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         raise UserError(f"{out} has a manifest that launch/index.py made of tars. Choose another out=...")
     existing = finished.info if finished else _unfinished(out)
     if others := _other_settings(config, existing):
-        _forget(out, lambda: f"with {'; '.join(others)}")
-        existing = None
+        raise UserError(f"{out} was made with {'; '.join(others)}. Choose another out=..., or remove the folder.")
     try:
-        remove_leftovers(out, out / PARTS, out / PARTS / HASHES, out / STAGING)
+        remove_leftovers(out, out / PARTS, out / STAGING)
         listing = apply_rules(list_samples(source, config, out / STAGING), config)
-        listing = with_targets(join_channels(listing, config), config.target_pattern)
-        listing = split_pages(with_groups(listing, config.group_pattern), config)
+        listing = split_pages(with_groups(join_channels(listing, config), config.group_pattern), config)
         refuse_untrained(listing, config)
-        names = readable_names(listing.classes, config.synset_names, listing.class_names)
+        names = readable_names(listing.classes, config.synset_names)
         identity = _identity(listing, config)
         if existing and existing["source"]["sha256"] != identity["source"]["sha256"]:
-            path, alike = existing["source"]["path"], "the same images, but with other classes, groups or numbers"
-            _forget(out, lambda: f"of other images of {path}: {difference(out / SOURCE_TABLE, listing) or alike}")
-            existing = None
+            changes = difference(out / SOURCE_TABLE, listing)
+            raise UserError(
+                f"{out} was made of other images of {existing['source']['path']}:"
+                f" {changes or 'the same, but with other classes, groups or numbers'}. Choose another out=..., or"
+                " remove the folder."
+            )
         if finished and finished.info.get("class_names") != names:  # They are not part of the listing's digest.
             raise UserError(f"{out} was made with other synset_names. Give those, or choose another out=...")
         _print_listing(listing, time.monotonic() - started)
         as_listed, to_compare = listing, ""
         if existing:
-            listing, to_compare = mark_changed(listing, out / SOURCE_TABLE, config.compare == "content")
+            listing, to_compare = mark_changed(listing, out / SOURCE_TABLE)
         if to_compare:
             print(f"{to_compare}: their bytes are compared with those in the shards", flush=True)
         split = hold_out(listing, config)
-        odd = odd_classes(split, config.val_share)
-        groups = [*describe_groups(groups_of(split)), *describe_mixed_groups(split, config.group_pattern)]
-        for note in [*groups, *odd, *describe_targets(split)]:
+        for note in [
+            *describe_groups(groups_of(split)),
+            *odd_classes(split, config.val_share),
+            *describe_targets(split),
+        ]:
             print(note)
 
         pixels = source_pixels(listing, config)
@@ -141,26 +139,14 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         for name, table in listing.extra_tables.items():
             with replacing(out / name) as file:
                 pq.write_table(table, file, compression="zstd")
-        listing, copies = split, None
-        if config.merge_copies:
-            listing, copies = merge_copies(listing, out / PARTS / HASHES, config.num_tasks, out)
-            print(
-                f"merged {counted(len(copies.rows) - copies.of_test, 'exact copy')} into others of their split; left"
-                f" out {counted(copies.of_test, 'train image')} that are copies of images in other splits ({COPIES})",
-                flush=True,
-            )
-            if copies.other_numbers:
-                print(f"warning: {counted(copies.other_numbers, 'copy')} of these had other numbers, which are lost")
-            for note in odd_classes(listing, config.val_share):
-                if note not in odd:
-                    print(f"without the copies: {note}")
+        listing = split
         plan = make_plan(listing, config, out)
         jobs = make_jobs(listing, plan, config, out, known, pixels)
         results = _run_jobs(listing, jobs, plan, config, out, bool(known))
         if known:
             dataset = _check_remade(out, results, known)
         else:
-            dataset = _finish(out, results, listing, names, copies, identity, pixels)
+            dataset = _finish(out, results, listing, names, identity, pixels)
             for note in copy_notes(dataset, exact_copies(dataset, "none")):
                 print(note)
         if not dataset.pixels.is_measured or (config.values and not known):
@@ -254,7 +240,6 @@ def _finish(
     results: list[Done],
     listing: Listing,
     names: list[str] | None,
-    copies: Copies | None,
     identity: dict[str, Any],
     pixels: Pixels,
 ) -> Dataset:
@@ -263,8 +248,7 @@ def _finish(
     kept_names = {shard.name for shard in kept}
     for part in (out / PARTS).glob("*.part"):
         if (name := f"{part.stem}.tar") not in kept_names:
-            # An empty shard (all its images are bad), or one of an earlier run that is no longer needed: images that
-            # could not be read then turned out to be copies.
+            # An empty shard: all its images are bad.
             (out / name).unlink(missing_ok=True)
     skipped = sorted([*listing.skipped, *(row for done in results for row in done.skipped)])
     if empty := sorted({done.shard.split for done in results} - {shard.split for shard in kept}):
@@ -281,13 +265,9 @@ def _finish(
     unread = sum((Counter(done.left_out) for done in results), Counter[str]())
     for note in describe_left_out(unread):
         print(note)
-    source = identity["source"]
-    if copies is not None:
-        write_table(out / COPIES, ("key", "split", "copy_of", "in_split"), copies.rows)
-        source = {**source, "copies": len(copies.rows), "copies_of_other_splits": copies.of_test}
     tables = (read_rows(part_path(out, shard.name)) for shard in kept)
     about = names, pixels, unread, listing.targets
-    return write_dataset(out, kept, tables, listing.classes, source, identity["settings"], *about)
+    return write_dataset(out, kept, tables, listing.classes, identity["source"], identity["settings"], *about)
 
 
 def write_table(path: AnyPath, header: tuple[str, ...], rows: Sequence[tuple]) -> None:
@@ -341,18 +321,6 @@ def _unfinished(out: AnyPath) -> dict[str, Any] | None:
     return None
 
 
-def _forget(out: AnyPath, how: Callable[[], str]) -> None:
-    """Removes the record of a job that has made no shard with images: it need not be like this one. Raises UserError
-    for others. how: returns how these were made.
-    """
-    known = (load_part(part_path(out, tar.name), Done) for tar in out.glob("*.tar"))
-    if (out / INFO).exists() or any(done is None or done.shard.samples for done in known):
-        raise UserError(f"{out} was made {how()}. Choose another out=..., or remove the folder.")
-    for path in [*out.glob("*.tar"), out / SOURCE_TABLE]:
-        path.unlink(missing_ok=True)
-    remove_tree(out / PARTS)  # Last: without the plan, the other files would be foreign to a command that finds them.
-
-
 def _identity(listing: Listing, config: ShardConfig) -> dict[str, Any]:
     is_set = [name for name in _DECISIVE_IF_SET if getattr(config, name) != getattr(_DEFAULTS, name)]
     return {
@@ -371,9 +339,10 @@ def _other_settings(config: ShardConfig, existing: dict[str, Any] | None) -> lis
     """The changed settings, such as "seed = 0, not 1"."""
     if not existing:
         return []
+    made_with = existing["settings"]  # Perhaps by an earlier version, with settings that are no more.
     both = {
-        name: (existing["settings"].get(name, getattr(_DEFAULTS, name)), getattr(config, name))
-        for name in (*_DECISIVE, *_DECISIVE_IF_SET)
+        name: (made_with.get(name, getattr(_DEFAULTS, name, None)), getattr(config, name, None))
+        for name in (*_DECISIVE, *_DECISIVE_IF_SET, *made_with)
     }
     return [f"{name} = {quoted(old)}, not {quoted(new)}" for name, (old, new) in both.items() if old != new]
 

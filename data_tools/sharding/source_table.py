@@ -31,25 +31,21 @@ def save(listing: Listing, path: AnyPath) -> None:
         pq.write_table(table, file, compression="zstd", use_dictionary=["split"], column_encoding=encoding)
 
 
-def mark_changed(listing: Listing, path: AnyPath, compare_all: bool) -> tuple[Listing, str]:
+def mark_changed(listing: Listing, path: AnyPath) -> tuple[Listing, str]:
     """(the listing with the mtime COMPARE where path, which `save` wrote of the same samples, has another; text that
     counts and names these).
 
-    In all rows if compare_all, or if path cannot be read.
+    In all rows if path cannot be read.
     """
     is_same = np.zeros(len(listing), bool)
-    if not compare_all:
-        with contextlib.suppress(OSError, pa.ArrowInvalid, KeyError):
-            before = open_parquet(path).read(columns=["mtime"])["mtime"]
-            is_same = pc.equal(before, listing.table["mtime"]).to_numpy()
+    with contextlib.suppress(OSError, pa.ArrowInvalid, KeyError):
+        before = open_parquet(path).read(columns=["mtime"])["mtime"]
+        is_same = pc.equal(before, listing.table["mtime"]).to_numpy()
     rows = np.flatnonzero(~is_same)
     if not len(rows):
         return listing, ""
     marked = pc.if_else(pa.array(is_same), listing.table["mtime"], COMPARE)
-    what = (
-        f"{counted(len(rows), 'image')}"
-        f" {'to compare' if compare_all else 'with another time of change than at the last start'}"
-    )
+    what = f"{counted(len(rows), 'image')} with another time of change than at the last start"
     text = few(what, len(rows), listing.table["key"].take(pa.array(rows[:_NAMED])).to_pylist())
     return replace(listing, table=with_columns(listing.table, mtime=marked)), text
 

@@ -1,41 +1,13 @@
-"""Numbers to predict of each image: found in file names, and described."""
+"""Describes the numbers to predict of the images."""
 
-import os
-import re
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.sources import Listing
-from data_tools.sources.labels import as_number
-from data_tools.sources.listing import TABLE, with_columns
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
-
-
-def with_targets(listing: Listing, pattern: str) -> Listing:
-    """The listing with the numbers that the named groups of `pattern` (target_pattern) find in the files' names without
-    their suffix; itself without a pattern. A name that it does not match has none.
-
-    Raises UserError for what is found and is not a number.
-    """
-    if not pattern:
-        return listing
-    compiled = re.compile(pattern)
-    names = list(compiled.groupindex)
-
-    def found(table: pa.Table) -> pa.Table:
-        values = []
-        for name in table["name"].to_pylist():
-            match = compiled.search(os.path.splitext(name)[0])
-            texts = [match and match[group] for group in names]
-            values.append([as_number(text, name, group) for group, text in zip(names, texts, strict=True)])
-        return with_columns(table, targets=pa.array(values, TABLE.field("targets").type))
-
-    return replace(listing, targets=names, table=listing.changed(found))
 
 
 def describe_targets(listing: Listing) -> Iterator[str]:
@@ -46,7 +18,7 @@ def describe_targets(listing: Listing) -> Iterator[str]:
     split = listing.table["split"].to_numpy()
     for place, name in enumerate(listing.targets):
         if not np.isfinite(values[:, place]).any():
-            raise UserError(f"{listing.source}: no image has a value of {name!r} (target_columns, target_pattern).")
+            raise UserError(f"{listing.source}: no image has a value of {name!r} (target_columns).")
         for number, of_split in enumerate(listing.splits):
             found = values[split == number, place]
             present = found[np.isfinite(found)]

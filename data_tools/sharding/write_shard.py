@@ -8,7 +8,6 @@ import tarfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import cv2
@@ -24,11 +23,11 @@ from data_tools.sources.images import shrink
 from data_tools.sources.layouts.webdataset import complete_samples
 from data_tools.sources.listing import SourceImage
 from data_tools.sources.split_files import PARTS
+from data_tools.tasks import refuse_unseen
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import ROWS, Shard, targets_field
-from pipeline.data.images.arrays import chosen_array
 from pipeline.data.loading.decode import DecodeError, check_end, decode, inspect, left_out
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, file_size, state_of, to_path
@@ -112,9 +111,8 @@ def write_shard(job: ShardingJob) -> Done:
     when reading fails because of the node or its storage, OSError when it cannot write.
     """
     out, source = to_path(job.out), to_path(job.source)
-    for folder in (out, source):
-        if isinstance(folder, Path) and not folder.exists():
-            raise UserError(f"A worker cannot access {folder}: source and out must be on storage shared by all nodes.")
+    refuse_unseen(out)
+    refuse_unseen(source)
     part = part_path(out, job.name)
     cv2.setNumThreads(1)
     to_compare = {image.key for image in job.images if image.mtime == COMPARE}
@@ -282,7 +280,7 @@ def _read_image(reader: Reader, source: SourceImage, job: ShardingJob) -> ShardI
     """Returns an image for the shard, or what is wrong with it. Raises LostError."""
     config, is_filled = job.config, False
     try:
-        files = [None if file is None else chosen_array(reader.read(*file), config.npz_array) for file in source.files]
+        files = [None if file is None else reader.read(*file) for file in source.files]
         if config.channel_pattern or config.channel_columns:
             image: ShardImage | None = joined(files, job.pixels, config)
         else:
@@ -308,7 +306,7 @@ def _checked(data: bytes, job: ShardingJob) -> ShardImage:
     header = inspect(data, decodes and not config.resize_short, job.pixels)
     unread = left_out(header, job.pixels)
     if 0 < config.resize_short < min(header.width, header.height):
-        small, width, height = shrink(data, config.resize_short, config.resize_filter, config.jpeg_quality)
+        small, width, height = shrink(data, config.resize_short, config.jpeg_quality)
         return ShardImage(small, "jpg", width, height, unread)
     if not decodes:
         check_end(data, header.ext)

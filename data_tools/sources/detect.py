@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import pyarrow as pa
 
-from data_tools.sources.layouts import archive, cifar, folder, imagenet1k, imagenet21k, tiny_imagenet, webdataset
+from data_tools.sources.layouts import archive, cifar, imagenet1k, imagenet21k, webdataset
 from data_tools.sources.layouts.parquet import holds_images
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import INFO
@@ -25,15 +25,15 @@ def detect_layout(source: AnyPath, config: ShardConfig) -> str:
             "list" if source.suffix != ".parquet" or _is_list(open_parquet(source).schema_arrow, config) else "parquet"
         )
     if archive.kind(source) == "zip":
-        return _detect_in_members([member.filename for member in archive.zip_members(source)], config.splits)
+        return "archive"
     if webdataset.is_shard(source):
         return "webdataset"
     with source.open("rb") as file:
         members = itertools.islice(archive.tar_members(file, 0, file_size(source)), _MEMBERS_TO_LOOK_AT)
-        names = [member.name for member in members]
-    if cifar.is_cifar({name.rpartition("/")[2] for name in names}):
+        names = {member.name.rpartition("/")[2] for member in members}
+    if cifar.is_cifar(names):
         return "cifar"
-    return "imagenet21k" if imagenet21k.is_tar_of_tars(source) else _detect_in_members(names, config.splits)
+    return "imagenet21k" if imagenet21k.is_tar_of_tars(source) else "archive"
 
 
 def _is_list(schema: pa.Schema, config: ShardConfig) -> bool:
@@ -41,15 +41,8 @@ def _is_list(schema: pa.Schema, config: ShardConfig) -> bool:
     names = schema.names
     return bool(config.channel_columns) or (
         config.path_column in names
-        and not (config.image_column in names and holds_images(schema.field(names.index(config.image_column))))
+        and not (config.image_column in names and holds_images(schema.field(names.index(config.image_column)).type))
     )
-
-
-def _detect_in_members(names: list[str], splits: dict[str, str]) -> str:
-    """The layout of an archive whose members have these names."""
-    if any(f"/{name}".endswith(f"/{tiny_imagenet.ANNOTATIONS}") for name in names):
-        return "tiny_imagenet"
-    return "flat" if folder.are_flat(names, next(iter(splits.values()))) else "archive"
 
 
 def _detect_in_folder(source: AnyPath, splits: dict[str, str]) -> str:
@@ -65,8 +58,6 @@ def _detect_in_folder(source: AnyPath, splits: dict[str, str]) -> str:
         return "imagenet1k"
     if cifar.is_cifar(names) and cifar.is_cifar(files(cifar.FILES)):
         return "cifar"
-    if (source / tiny_imagenet.ANNOTATIONS).is_file():
-        return "tiny_imagenet"
     # img2dataset writes a table of captions beside each tar.
     own = (name for name in names if name.endswith(".parquet") and f"{name.removesuffix('.parquet')}.tar" not in names)
     tables = itertools.chain((source / name for name in own), (source / "data").glob("*.parquet"))
@@ -85,9 +76,7 @@ def _detect_in_folder(source: AnyPath, splits: dict[str, str]) -> str:
                     " hold the images of a class (layout=imagenet21k)? Say which."
                 )
             return "imagenet21k"
-    if first != source:
-        names = {path.name for path in first.iterdir()} if first.is_dir() else set()
-    return "flat" if folder.is_flat(first, names) else "folder"
+    return "folder"
 
 
 def is_table(source: AnyPath) -> bool:

@@ -3,7 +3,6 @@
 import math
 import struct
 import zlib
-from typing import Literal
 
 import cv2
 import numpy as np
@@ -15,23 +14,17 @@ from pipeline.data.loading.decode import decode
 _STORED_BLOCK = 2**16 - 1
 
 
-def shrink(data: bytes, short: int, method: Literal["area", "antialias"], quality: int) -> tuple[bytes, int, int]:
+def shrink(data: bytes, short: int, quality: int) -> tuple[bytes, int, int]:
     """The image with its short side resized to `short`: (JPEG bytes, width, height), upright, RGB.
 
-    method: the filter, ShardConfig.resize_filter. Raises DecodeError when it cannot be decoded.
+    Raises DecodeError when it cannot be decoded.
     """
     pixels = decode(data)
     height, width = pixels.shape[:2]
     scale = short / min(width, height)
     size = (max(round(width * scale), short), max(round(height * scale), short))
-    if method == "area":
-        small = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
-    else:
-        # Imported here because it imports torch, which takes seconds.
-        from pipeline.data.loading.augment import ANTIALIAS, resize
-
-        small = resize(pixels, size, ANTIALIAS)
-    return simplejpeg.encode_jpeg(np.ascontiguousarray(small), quality=quality, colorsubsampling="420"), *size
+    small = cv2.resize(pixels, size, interpolation=cv2.INTER_AREA)
+    return simplejpeg.encode_jpeg(small, quality=quality, colorsubsampling="420"), *size
 
 
 def to_png(planes: bytes) -> bytes:

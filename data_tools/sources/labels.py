@@ -68,19 +68,6 @@ def refuse_other_names(where: str, names: list[str], first: str, of_first: list[
         )
 
 
-def names_of_synsets(lines: list[str], where: str) -> dict[str, str]:
-    """WordNet's ID -> name, from lines 'wnid name'. where: their file, for errors. Raises UserError for an ID with two
-    names.
-    """
-    names: dict[str, str] = {}
-    for wnid, name in (parts for line in lines if len(parts := line.strip().split(None, 1)) == 2):
-        if names.setdefault(wnid, name) != name:
-            raise UserError(
-                f"{where} names {quoted(wnid)} twice, {quoted(names[wnid])} and {quoted(name)}. Remove one."
-            )
-    return names
-
-
 def read_names(path: str, setting: str) -> list[str]:
     """Class names, one per line. Raises UserError for a repeated name."""
     names = read_lines(path, setting)

@@ -105,9 +105,8 @@ class Listing:
     images.
     root: the folder that the names of separate files are relative to. convert: applied to each image file before it is
     written; a module-level function, so that it can be pickled for tasks. None copies the bytes. about: further entries
-    for `source` in dataset.json. extra_tables: further tables for the data set's folder, by file name. class_names:
-    readable names of classes, if the source has them. is_labelled: whether its shards have labels; False for a source
-    of images alone.
+    for `source` in dataset.json. extra_tables: further tables for the data set's folder, by file name. is_labelled:
+    whether its shards have labels; False for a source of images alone.
     needs_all: whether one bad image is an error, whatever max_bad_share allows. channels: with a file for each channel,
     their names; then `table` has the column parts, rows of `separate` (schema TABLE). A table may have the column page,
     of a file that is several samples. targets: names of the numbers to predict. scratch: folder for files of a table
@@ -125,7 +124,6 @@ class Listing:
     about: dict[str, Any] = field(default_factory=dict)
     extra_tables: dict[str, pa.Table] = field(default_factory=dict)
     skipped: list[Skipped] = field(default_factory=list)
-    class_names: dict[str, str] = field(default_factory=dict)
     is_labelled: bool = True
     needs_all: bool = False
     channels: list[str] = field(default_factory=list)
@@ -266,11 +264,8 @@ class Collector:
 
     classes: all class names in order, if the layout defines an order; else they are sorted.
     root: the folder that the names of separate files are relative to, if it is not the source.
-    rename: maps the name of a file to `<split's folder>/<class>/<name>`, for class-folder layouts with other names;
-    raises ValueError for a file without a class.
     prefixes: one for each container, for layouts whose keys may repeat between containers; if some do, every key gets
     its container's prefix.
-    class_names: see Listing. read: names of files that the layout reads itself, so that they are not called ignored.
     is_labelled: see Listing. archives: if not None, `file` puts the names of archives here, with their suffixes.
     progress: shown while its block lasts.
     unpacked: container that was unpacked from a file of the source -> this file, whose time of change counts.
@@ -286,9 +281,6 @@ class Collector:
     notes: list[str] = field(default_factory=list)
     prefixes: list[str] = field(default_factory=list)
     progress: ProgressMeter = field(default_factory=lambda: ProgressMeter(None, done=LISTED))
-    rename: Callable[[str], str] | None = None
-    class_names: dict[str, str] = field(default_factory=dict)
-    read: set[str] = field(default_factory=set)
     is_labelled: bool = True
     archives: dict[str, str] | None = None
     skipped: list[Skipped] = field(default_factory=list)
@@ -326,9 +318,9 @@ class Collector:
         """Report a folder. `finish` raises if it is a class folder without images."""
         name = _clean(name)
         if name and not is_hidden(name):
-            split, inner = self.place(name)
+            split, inner = self._place(name)
             holds_split = any(f"{folder}/".startswith(f"{name}/") for _, folder in self._folders)
-            if split and inner and "/" not in inner and not holds_split and self.rename is None:
+            if split and inner and "/" not in inner and not holds_split:
                 self._counts[split].setdefault(inner, 0)
 
     def hidden_folder(self, name: str) -> None:
@@ -343,7 +335,6 @@ class Collector:
         fault: why it cannot be used, else ""; an image with a fault is skipped.
         """
         name = _clean(name)
-        stem = name.rpartition(".")[0]
         if is_hidden(name):
             self._hidden.add(name)
             return
@@ -351,16 +342,9 @@ class Collector:
             self.archives[name] = name[-len(suffix) :]
             return
         if not is_image(name):
-            if name not in self.read:
-                self._no_images.add(f"{name} ({fault})" if fault else name)
+            self._no_images.add(f"{name} ({fault})" if fault else name)
             return
-        if self.rename is not None:
-            try:
-                stem = self.rename(name).rpartition(".")[0]
-            except ValueError as error:
-                self.skip(name, fault or str(error))
-                return
-        split, inner = self.place(stem)
+        split, inner = self._place(name.rpartition(".")[0])
         if split is None:
             self._outside.add(name)
             return
@@ -509,12 +493,6 @@ class Collector:
             )
         if self.skipped:
             notes.append(f"cannot use {len(self.skipped):,} of the items listed: {reasons(self.skipped)}")
-        if self.by_folders and self.is_labelled and len(classes) == 1:
-            notes.append(
-                f"all images are of one class, {printable(classes[0])!r}, the folder that they lie in (without labels:"
-                " layout=images)"
-            )
-        notes += [] if self.is_labelled else self._unused_folders()
         num_bare = pc.sum(pc.equal(pc.list_value_length(table["labels"]), 0)).as_py()
         if num_bare and self.is_labelled:
             notes.append(f"{num_bare:,} of {counted(len(table), 'image')} without a label, of which no class is learnt")
@@ -527,7 +505,6 @@ class Collector:
             table,
             notes,
             skipped=sorted(self.skipped),
-            class_names=self.class_names,
             is_labelled=self.is_labelled,
             targets=self.targets,
             scratch=self.scratch,
@@ -544,7 +521,7 @@ class Collector:
                 self._spill.write(pa.concat_tables(self._parts))
                 self._parts = []
 
-    def place(self, name: str) -> tuple[str | None, str]:
+    def _place(self, name: str) -> tuple[str | None, str]:
         """Returns (split of a name, the name relative to that split's folder)."""
         for split, folder in self._folders:
             if f"{name}/".startswith(f"{folder}/".lstrip("/")):
@@ -596,16 +573,6 @@ class Collector:
             ("hidden folder", " and all that they hold", self._hidden_folders),
         ]
         return [f"ignored {few.counted(noun)}{more}: {few}" for noun, more, few in kinds if few.count]
-
-    def _unused_folders(self) -> list[str]:
-        """A note for each split of images without labels whose folders are probably classes."""
-        return [
-            f"note: {folders.total():,} of {folders.total() + self._direct[split]:,} images of {split!r} lie in"
-            f" {counted(len(folders), 'folder')} ({first_of(sorted(folders))}), which layout=images does not use. If"
-            " these are classes, leave layout=images out."
-            for split in filter(self.has_class_folders, self.splits)
-            for folders in [+self._counts[split]]
-        ]
 
     def _but_skipped(self) -> str:
         return f"; {len(self.skipped):,} cannot be used: {reasons(self.skipped)}" if self.skipped else ""

@@ -28,7 +28,7 @@ import vtab_originals
 from model_parts import official, randomised
 from raw_images import encoded, jpeg, noise, write_class_tars, write_folder, write_tar, write_zip
 from saving import CONFIG, save_all, tensors
-from test_layouts import TINY, binary_batch, cifar10, hugging_face, imagenet1k, python2_batch, python3_batch, table
+from test_layouts import binary_batch, cifar10, hugging_face, imagenet1k, python2_batch, python3_batch, table
 from test_manifest_faults import content_after_a_restart, make
 
 from data_tools.sharding.write_shard import ShardingJob, _read_image
@@ -130,8 +130,6 @@ SOURCES = {
     "zip": source(lambda at: write_zip(FILES, at / "a.zip")),
     "images": source(lambda at: write_zip(FILES, write_folder(FILES, at / "raw") / "m.zip").parent, layout="images"),
     "class tars": source(lambda at: write_class_tars(FILES, at / "tars")),
-    "tiny": source(lambda at: write_zip({f"t/{name}": data for name, data in TINY.items()}, at / "t.zip")),
-    "tiny folder": source(lambda at: write_folder(TINY, at / "t")),
     "imagenet1k": source(lambda at: _imagenet1k(at / "raw"), val_labels="val.txt"),
     "cifar, python 2": source(lambda at: write_folder(cifar10(at, python2_batch), at / "c")),
     "cifar, python 3": source(lambda at: write_folder(cifar10(at, python3_batch), at / "c")),

@@ -324,8 +324,7 @@ def sharding(files: Files, folder: Path) -> Iterator[Contestant]:
         yield one("ours, inspect=decode", "pandas", _ours, {})
         yield one("ShardWriter", "webdataset", _in_processes, _write)
         yield one("ShardWriter + fsync + SHA-256", "webdataset", _in_processes, partial(_write, finish=_sync_and_hash))
-        for method in ("area", "antialias"):
-            yield one(f"ours, resized, {method}", "pandas", _ours, {"resize_short": _SHORT, "resize_filter": method})
+        yield one("ours, resized", "pandas", _ours, {"resize_short": _SHORT})
 
 
 def _empty(folder: Path) -> None:

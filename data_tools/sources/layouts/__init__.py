@@ -26,7 +26,6 @@ from data_tools.sources.layouts import (
     imagenet21k,
     parquet,
     path_list,
-    tiny_imagenet,
     webdataset,
 )
 from data_tools.sources.listing import Collector
@@ -55,9 +54,7 @@ class SourceLayout:
 LAYOUTS: dict[str, SourceLayout] = {
     "folder": SourceLayout(folder.walk, by_folders=True),
     "archive": SourceLayout(folder.walk, by_folders=True),
-    "flat": SourceLayout(folder.walk_flat, by_folders=True),
     "images": SourceLayout(folder.walk_images),
-    "tiny_imagenet": SourceLayout(tiny_imagenet.walk, by_folders=True, splits=tiny_imagenet.SPLITS),
     "imagenet21k": SourceLayout(imagenet21k.walk, by_folders=True),
     "imagenet1k": SourceLayout(imagenet1k.walk, splits=imagenet1k.SPLITS),
     "cifar": SourceLayout(cifar.walk, splits=cifar.SPLITS),

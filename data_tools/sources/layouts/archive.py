@@ -37,9 +37,7 @@ _BLOCK = 512
 
 class Member(NamedTuple):
     """A member of a plain tar or a zip. offset, size, packed: as in `listing.TABLE`. fault: why it cannot be used, else
-    "".
-
-    is_file: False for folders, links and devices. hard_link: name of the member that a hard link stands for, else "".
+    "". is_file: False for folders, links and devices.
     """
 
     name: str
@@ -47,9 +45,8 @@ class Member(NamedTuple):
     offset: int
     size: int
     fault: str = ""
-    is_file: bool = True
-    hard_link: str = ""
     packed: int = 0
+    is_file: bool = True
 
 
 def kind(source: AnyPath) -> str:
@@ -129,7 +126,7 @@ def walk(source: AnyPath, collector: Collector, inside: str = "") -> None:
     tarfile.TarError, or UserError, for a damaged one.
     """
     container = collector.add_container(source)
-    for name, is_folder, offset, size, fault, _, _, packed in members(source):
+    for name, is_folder, offset, size, fault, packed, _ in members(source):
         if is_folder:
             collector.folder(inside + name)
         else:
@@ -137,10 +134,10 @@ def walk(source: AnyPath, collector: Collector, inside: str = "") -> None:
 
 
 def members(source: AnyPath) -> Iterator[Member]:
-    """Yields the members of a plain tar, as `resolved_members` does, or of a zip."""
+    """Yields the members of a plain tar, as `tar_members` does, or of a zip."""
     if kind(source) != "zip":
         with source.open("rb") as file:
-            yield from resolved_members(file, 0, file_size(source))
+            yield from tar_members(file, 0, file_size(source))
         return
     num_bytes = file_size(source)
     for member in zip_members(source):
@@ -151,7 +148,7 @@ def members(source: AnyPath) -> Iterator[Member]:
             fault = "it is encrypted, or packed by a rare method; unpack the zip, and shard the folder"
         elif not (0 <= offset <= offset + packed <= num_bytes and size < 2**63):
             fault = "damaged zip member (it lies outside the zip)"
-        yield Member(member.filename, member.is_dir(), offset, size, fault, not member.is_dir(), packed=packed)
+        yield Member(member.filename, member.is_dir(), offset, size, fault, packed, not member.is_dir())
 
 
 def zip_members(source: AnyPath) -> list[zipfile.ZipInfo]:
@@ -184,25 +181,10 @@ def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[Member]:
                         f"a link to {quoted(found.linkname)}; make the tar again with tar --dereference"
                         " --hard-dereference"
                     )
-                hard_link = found.linkname if found.islnk() else ""
-                yield Member(found.name, found.isdir(), found.offset_data, found.size, fault, is_file, hard_link)
+                yield Member(found.name, found.isdir(), found.offset_data, found.size, fault, is_file=is_file)
             # tarfile takes a damaged header for the end.
             file.seek(tar.offset)
             if tar.offset + _BLOCK > end or any(file.read(_BLOCK)):
                 raise tarfile.ReadError(f"neither a header nor the end mark at byte {tar.offset}")
     except (ValueError, OverflowError) as error:  # A damaged number.
         raise tarfile.ReadError(str(error)) from None
-
-
-def resolved_members(file: BinaryIO, start: int, end: int) -> Iterator[Member]:
-    """Same as `tar_members`, but a hard link to an earlier file of the tar has the place of that file's bytes."""
-    files: dict[str, Member] | None = None
-    for member in tar_members(file, start, end):
-        if member.hard_link:
-            if files is None:
-                # Read again: nearly no tar has links.
-                files = {other.name: other for other in tar_members(file, start, end) if other.is_file}
-            found = files.get(member.hard_link)
-            if found is not None and found.offset < member.offset:
-                member = found._replace(name=member.name)
-        yield member

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 (fine or coarse labels) as published: python or binary version, as .tar.gz or unpacked.
+"""CIFAR-10 and CIFAR-100 (fine labels) as published: python or binary version, as .tar.gz or unpacked.
 
 Both versions hold raw pixels, 3 planes of 32x32, which are read in place; in a pickle the offset of the pixel array is
 looked up. A pickle can run any code: only the calls that build a NumPy array are allowed.
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from data_tools.sources.labels import ClassNumbers, read_names
-from data_tools.sources.layouts.archive import damage_named, resolved_members
+from data_tools.sources.layouts.archive import damage_named, tar_members
 from data_tools.sources.listing import Collector
 from data_tools.sources.reader import PIXELS, read_at
 from pipeline.base.errors import UserError
@@ -58,10 +58,7 @@ def is_cifar(names: set[str]) -> bool:
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
     """Report every image to the collector. source: a folder or a plain tar."""
     files = {file.name: file for file in _files(source)}
-    kind = config.cifar100_labels
-    if kind == "coarse" and not files.keys() & _OF_CIFAR100:
-        raise UserError(f"cifar100_labels = coarse, but {source} is not CIFAR-100. It has: {', '.join(sorted(files))}.")
-    numbers = ClassNumbers(_class_names(files, kind, config.label_names))
+    numbers = ClassNumbers(_class_names(files, config.label_names))
     containers: dict[AnyPath, int] = {}
     for split, part in collector.splits.items():
         if part not in SPLITS:
@@ -74,7 +71,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                 containers[file.path] = collector.add_container(file.path)
             stem = file.name.removesuffix(".bin")
             with damage_named(file, Exception):  # A damaged pickle may raise any exception.
-                images = list((_of_pickle if stem == file.name else _of_binary)(file, kind))
+                images = list((_of_pickle if stem == file.name else _of_binary)(file))
             for number, (label, offset) in enumerate(images):
                 name = numbers.name(label, f"{file}, image {number}")
                 place = (file.name, containers[file.path], file.offset + offset, _BYTES, PIXELS)
@@ -88,28 +85,28 @@ def _files(source: AnyPath) -> Iterator[_BatchFile]:
             yield _BatchFile(path.name, path, 0, size)
         return
     with source.open("rb") as file:
-        for name, is_folder, offset, size, fault, *_ in resolved_members(file, 0, file_size(source)):
+        for name, is_folder, offset, size, fault, *_ in tar_members(file, 0, file_size(source)):
             if fault:  # One file holds thousands of images: not an item to skip.
                 raise tarfile.ReadError(f"{printable(name)}: {fault}")
             if not is_folder:
                 yield _BatchFile(name.rpartition("/")[2], source, offset, size)
 
 
-def _class_names(files: dict[str, _BatchFile], kind: str, label_names: str) -> list[str]:
+def _class_names(files: dict[str, _BatchFile], label_names: str) -> list[str]:
     if label_names:
         return read_names(label_names, "label_names")
-    for name, key in (("batches.meta", "label_names"), ("meta", f"{kind}_label_names")):
+    for name, key in (("batches.meta", "label_names"), ("meta", "fine_label_names")):
         if name in files:
             with damage_named(files[name], Exception):
                 return [_text(name) for name in _unpickle(files[name])[key]]
-    for name in ("batches.meta.txt", f"{kind}_label_names.txt"):
+    for name in ("batches.meta.txt", "fine_label_names.txt"):
         if name in files:
             with damage_named(files[name], UnicodeDecodeError):
                 return files[name].read().decode().split()
     return []
 
 
-def _of_binary(file: _BatchFile, kind: str) -> Iterator[tuple[int, int]]:
+def _of_binary(file: _BatchFile) -> Iterator[tuple[int, int]]:
     """(label, offset of the pixels) of each image. A record is a label (CIFAR-100: coarse, then fine) and the
     pixels.
     """
@@ -117,15 +114,15 @@ def _of_binary(file: _BatchFile, kind: str) -> Iterator[tuple[int, int]]:
     record = num_labels + _BYTES
     if file.size % record or not file.size:
         raise ValueError(f"{file.size:,} bytes, not a multiple of the record's {record:,}")
-    labels = np.frombuffer(file.read(), np.uint8).reshape(-1, record)[:, 0 if kind == "coarse" else num_labels - 1]
+    labels = np.frombuffer(file.read(), np.uint8).reshape(-1, record)[:, num_labels - 1]
     for number, label in enumerate(labels.tolist()):
         yield label, number * record + num_labels
 
 
-def _of_pickle(file: _BatchFile, kind: str) -> Iterator[tuple[int, int]]:
+def _of_pickle(file: _BatchFile) -> Iterator[tuple[int, int]]:
     """(label, offset of the pixels) of each image."""
     batch = _unpickle(file)
-    labels, data = batch.get(f"{kind}_labels") or batch["labels"], batch["data"]
+    labels, data = batch.get("fine_labels") or batch["labels"], batch["data"]
     if data.nbytes != len(labels) * _BYTES:
         raise ValueError("its `data` is not 3,072 bytes for each of its `labels`")
     start = file.read().index(data.tobytes())

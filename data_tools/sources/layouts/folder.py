@@ -1,53 +1,18 @@
-"""Folders of images, also in a plain tar or a zip: class folders, `<split's folder>/<class>/<name>.jpg`; names that
-begin with the class; images without labels.
+"""Folders of images, also in a plain tar or a zip: class folders, `<split's folder>/<class>/<name>.jpg`; images without
+labels.
 """
 
 import errno
 import os
-import re
 import tarfile
-from collections.abc import Iterable
 from pathlib import Path
 
 from data_tools.sources.layouts import archive
 from data_tools.sources.listing import Collector
 from pipeline.base.json_record import shortened
-from pipeline.data.loading.decode import is_hidden, is_image, is_visible_image
+from pipeline.data.loading.decode import is_hidden, is_image
 from pipeline.data.storage.bucket import AnyPath, BucketPath, name_inside
 from pipeline.settings.commands.data import ShardConfig
-
-_WNID = re.compile(r"(n\d{8})_")
-
-
-def is_flat(folder: AnyPath, names: Iterable[str]) -> bool:
-    """Whether a folder holds images such as `n01440764_tench.JPEG` (published samples of ImageNet) and no folders.
-    names: all entries of the folder.
-    """
-    names = [name for name in names if not is_hidden(name)]
-    return are_flat(names) and not any((folder / name).is_dir() for name in names if not is_image(name))
-
-
-def are_flat(names: Iterable[str], folder: str = "") -> bool:
-    """Whether the members of an archive are such images. folder: where the images are; '' is the whole archive."""
-    start = f"{folder.strip('/')}/".lstrip("/")
-    images = [name.removeprefix("./").removeprefix(start) for name in names if is_visible_image(name)]
-    return bool(images) and all(_WNID.match(name) and "/" not in name for name in images)
-
-
-def walk_flat(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
-    """Report every file to the collector. Its class is the WordNet id before the first underscore of its name."""
-
-    def rename(name: str) -> str:
-        split, inner = collector.place(name)
-        if split is None:
-            return name
-        match = _WNID.match(name.rpartition("/")[2])
-        if match is None:
-            raise ValueError("no class: its name does not begin as n01440764_")
-        return f"{name.removesuffix(inner)}{match[1]}/{inner}"
-
-    collector.rename = rename
-    walk(source, config, staging, collector)
 
 
 def walk_images(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.sources.labels import ClassNumbers, read_names
-from data_tools.sources.layouts.archive import damage_named, resolved_members
+from data_tools.sources.layouts.archive import damage_named, tar_members
 from data_tools.sources.layouts.imagenet21k import is_tar_of_tars, walk_tar
 from data_tools.sources.listing import NOT_UTF8, Collector
 from pipeline.base import json_record
@@ -50,7 +50,7 @@ def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collec
         )
     with path.open("rb") as file:
         members = []
-        for name, is_folder, offset, size, fault, *_ in resolved_members(file, 0, file_size(path)):
+        for name, is_folder, offset, size, fault, *_ in tar_members(file, 0, file_size(path)):
             if fault or not is_utf8(name):
                 collector.skip(f"{path.name}: {name}", fault or NOT_UTF8)
             elif not is_folder:

@@ -80,7 +80,7 @@ def walk_tar(source: AnyPath, staging: AnyPath, collector: Collector, inside: st
 
     def tars() -> Iterator[_ClassTar]:
         with source.open("rb") as file:
-            for name, is_folder, offset, size, fault, *_ in archive.resolved_members(file, 0, file_size(source)):
+            for name, is_folder, offset, size, fault, *_ in archive.tar_members(file, 0, file_size(source)):
                 # Not the ._n01440764.tar beside a class's tar, in a tar made on a Mac.
                 is_tar = name.endswith(".tar") and not is_hidden(name.rpartition("/")[2])
                 if fault and is_tar:
@@ -129,7 +129,7 @@ def _list_members(tar: _ClassTar, staging: AnyPath) -> list[archive.Member] | st
             return json.loads(gzip.decompress(cached.read_bytes()))
     try:
         with tar.path.open("rb") as file:
-            found = archive.resolved_members(file, tar.start, tar.end)
+            found = archive.tar_members(file, tar.start, tar.end)
             members = [member for member in found if not member.is_folder]
     except tarfile.TarError as error:
         return str(error)

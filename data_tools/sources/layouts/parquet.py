@@ -28,14 +28,12 @@ from pipeline.data.storage.parquet import open_parquet
 from pipeline.settings.commands.data import ShardConfig
 
 _IMAGES_AT_ONCE, _VALUES_AT_ONCE = 64, 2**16
-# Metadata of a column whose type only its writer knows. That of Ray Data's tensors of one shape is the shape, in JSON.
-_WRITERS_TYPE, _OF_TYPE, _RAY_TENSOR = b"ARROW:extension:name", b"ARROW:extension:metadata", b"ray.data.arrow_tensor"
 
 
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
     """Report every row of every *.parquet below source to the collector."""
     columns = TableColumns(config, collector)
-    for split, name, path in split_files(source, collector.splits, ".parquet", collector.notes):
+    for split, name, path in split_files(source, collector.splits, ".parquet"):
         with damage_named(path, pa.ArrowException, OSError):
             # Not memory-mapped: all of it is read, once.
             file = open_parquet(path, memory_map=False, pre_buffer=False, buffer_size=2**20)
@@ -70,69 +68,44 @@ def _class_label_names(schema: pa.Schema, column: str) -> list[str]:
     return feature.get("names") or []
 
 
-def holds_images(field: pa.Field) -> bool:
-    """Whether a column can hold images: encoded, of type binary or struct<bytes, path>, or arrays."""
-    kind = field.type
+def holds_images(kind: pa.DataType) -> bool:
+    """Whether a column of this type can hold images: encoded (binary, or struct<bytes, path>), or arrays."""
     if types.is_struct(kind):
         kind = kind.field("bytes").type if kind.get_field_index("bytes") >= 0 else kind
-    return str(kind) in ("binary", "large_binary", "binary_view") or _holds_arrays(field)
+    return str(kind) in ("binary", "large_binary", "binary_view") or _holds_arrays(kind)
 
 
-def _holds_arrays(field: pa.Field) -> bool:
-    """Whether each row is an array of numbers: lists of lists, as of Hugging Face's Array2D, Arrow's tensors, or those
-    of Ray Data.
-    """
-    kind, depth = field.type, 0
-    if isinstance(kind, pa.FixedShapeTensorType):
-        kind, depth = kind.value_type, len(kind.shape)
-    elif types.is_struct(kind) and {"data", "shape"} <= {part.name for part in kind}:  # Arrays of several shapes.
-        kind, depth = kind.field("data").type, 1
-    elif _shape_of_ray(field):
-        depth = 1
+def _holds_arrays(kind: pa.DataType) -> bool:
+    """Whether each row is an array of numbers: lists of lists, as of Hugging Face's Array2D."""
+    depth = 0
     while is_list(kind):
         kind, depth = kind.value_type, depth + 1
     return depth > 1 and (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
 
 
-def _shape_of_ray(field: pa.Field) -> list[int]:
-    about = field.metadata or {}
-    return json.loads(about[_OF_TYPE]) if about.get(_WRITERS_TYPE, b"").startswith(_RAY_TENSOR) else []
-
-
-def _npy(value: pa.Scalar, shape: list[int]) -> bytes:
-    """An .npy of one row of arrays. shape: of a flat list, else []. Lists of different lengths become a flat array,
-    which the job finds bad.
-    """
+def _npy(value: pa.ListScalar) -> bytes:
+    """An .npy of one row of lists. Lists of different lengths become a flat array, which the job finds bad."""
     if not value.is_valid:
         return b""
-    if isinstance(value, pa.FixedShapeTensorScalar):
-        value, shape = value.value, value.type.shape
-    elif isinstance(value, pa.StructScalar):
-        value, shape = value["data"], value["shape"].as_py()
-    values, of_lists = value.values, [len(value.values)]
+    values, shape = value.values, [len(value.values)]
     while is_list(values.type):
         lengths = pc.unique(pc.list_value_length(values)).to_pylist()
-        of_lists = [*of_lists, *lengths] if len(lengths) == 1 and of_lists != [-1] else [-1]
+        shape = [*shape, *lengths] if len(lengths) == 1 and shape != [-1] else [-1]
         values = values.flatten()
     file = io.BytesIO()
-    np.save(file, values.to_numpy(zero_copy_only=False).reshape(shape or of_lists))
+    np.save(file, values.to_numpy(zero_copy_only=False).reshape(shape))
     return file.getvalue()
 
 
 def _unpack(path: AnyPath, file: pq.ParquetFile, column: str, staging: AnyPath) -> tuple[AnyPath, np.ndarray]:
     """Returns (file of the column's concatenated images, their (rows,) int64 sizes). Unpacked once."""
-    field = file.schema_arrow.field(column)
-    if not holds_images(field):
+    kind = file.schema_arrow.field(column).type
+    if not holds_images(kind):
         raise UserError(
-            f"{path}: column {column!r} holds {shortened(str(field.type))}, not encoded images (binary, or"
-            " struct<bytes, path>), and not arrays (lists of lists of numbers, or tensors)."
+            f"{path}: column {column!r} holds {shortened(str(kind))}, not encoded images (binary, or struct<bytes,"
+            " path>), and not arrays (lists of lists of numbers)."
         )
-    if sorted(axes := getattr(field.type, "permutation", None) or []) != axes:
-        # pyarrow 25 writes the inverse of what Arrow's specification says, and reads neither.
-        raise UserError(
-            f"{path}: the axes of column {column!r} are permuted. Write the tensors of numpy.ascontiguousarray(array)."
-        )
-    are_arrays, is_struct, shape = _holds_arrays(field), types.is_struct(field.type), _shape_of_ray(field)
+    are_arrays, is_struct = _holds_arrays(kind), types.is_struct(kind)
     name = quote(column, safe="")  # For example image/encoded.
     images, table = (staged_path(path, staging, f".{name}.{ext}") for ext in ("images", "npy"))
     if table.exists() and images.exists():
@@ -142,7 +115,7 @@ def _unpack(path: AnyPath, file: pq.ParquetFile, column: str, staging: AnyPath) 
     with replacing(images) as target:
         for batch in file.iter_batches(_IMAGES_AT_ONCE, columns=[column]):
             if are_arrays:
-                sizes += [target.write(_npy(value, shape)) for value in batch.column(column)]
+                sizes += [target.write(_npy(value)) for value in batch.column(column)]
                 continue
             for image in batch.column(column).to_pylist():
                 data = image["bytes"] if is_struct and image else image

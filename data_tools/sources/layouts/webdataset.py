@@ -18,7 +18,6 @@ from data_tools.sources.split_files import split_files
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.data.dataset.exclusion import paths_of_lists
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
 from pipeline.data.loading.decode import ARRAYS, EXTENSIONS
 from pipeline.data.storage.bucket import AnyPath, file_size, is_utf8
@@ -66,9 +65,8 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
 
     Samples without a label are used if no sample of the source has one.
     """
-    files = split_files(source, collector.splits, ".tar", collector.notes)
+    files = split_files(source, collector.splits, ".tar")
     names = known_class_names(source, files, config.label_names)
-    collector.notes += not_taken_over(source, files, config.group_pattern)
     if not names and not _report(files, None, collector):
         collector.is_labelled = False
         return
@@ -123,22 +121,6 @@ def known_class_names(source: AnyPath, files: list[tuple[str, str, AnyPath]], la
         if folder in names or folder not in found:  # Not those of a data set without labels.
             refuse_other_names(f"The tars in {folder}", names.get(folder, []), str(first), of_first)
     return of_first
-
-
-def not_taken_over(source: AnyPath, files: list[tuple[str, str, AnyPath]], group_pattern: str) -> list[str]:
-    """Warnings about what the data sets that these tars are of have beside their tars: groups, and lists of excluded
-    samples.
-    """
-    lines = []
-    for folder, dataset in _data_sets(source, files).items():
-        has_groups = not group_pattern and dataset.info["settings"].keys() & {"group_column", "group_pattern"}
-        of_samples = [*["groups"] * bool(has_groups), *["numbers to predict"] * bool(dataset.targets)]
-        if left := [*of_samples, *paths_of_lists(dataset)]:
-            lines.append(
-                f"warning: {', '.join(left)} of {folder} are not taken over. group_pattern finds groups in keys;"
-                " launch/verify.py and launch/dedup.py make lists of excluded samples anew"
-            )
-    return lines
 
 
 def _data_sets(source: AnyPath, files: list[tuple[str, str, AnyPath]]) -> dict[AnyPath, Dataset]:

@@ -32,16 +32,14 @@ class TestSet:
 
 @dataclass(frozen=True)
 class DedupReport:
-    """The fields that are read of the report. marked: whether the copies were put on the list of excluded images."""
+    """The fields that are read of the report."""
 
     data: SearchedData
-    marked: bool
     against: list[TestSet]
 
     def in_words(self) -> str:
         """Each test set and the number of its copies, such as "pets:test 12; cifar10:test 3"."""
-        copies = "; ".join(f"{part.name} {part.copies:,}" for part in self.against) or "no test set"
-        return copies if self.marked else f"{copies} (not marked: dry_run)"
+        return "; ".join(f"{part.name} {part.copies:,}" for part in self.against) or "no test set"
 
 
 def read_dedup_report(dataset: AnyPath) -> DedupReport:

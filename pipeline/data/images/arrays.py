@@ -25,7 +25,7 @@ def open_image(data: bytes, ext: str) -> StoredImage:
             names = [name for name in archive.namelist() if name.endswith(".npy")]
             if len(names) != 1:
                 raise DecodeError(
-                    f"an .npz of {len(names)} arrays ({', '.join(names[:5])}): npz_array=NAME chooses one"
+                    f"an .npz of {len(names)} arrays ({', '.join(names[:5])}): store the image alone, as .npy"
                 )
             data = archive.read(names[0])
     begin, stored, shape, order = _header(data)
@@ -41,19 +41,6 @@ def open_image(data: bytes, ext: str) -> StoredImage:
         return np.array(values, stored.newbyteorder("="), order="C"), None
 
     return StoredImage(ext, height, width, channels, stored.name, read)
-
-
-def chosen_array(data: bytes, name: str) -> bytes:
-    """The array of this name of an .npz, as an .npy; any other file, and without a name, is returned as it is. Raises
-    DecodeError.
-    """
-    if not (name and data.startswith(b"PK")):
-        return data
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            return archive.read(f"{name}.npy")
-    except (KeyError, zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
-        raise DecodeError(f"no array {name!r} in an .npz ({error})") from None
 
 
 def _header(data: bytes) -> tuple[int, np.dtype, tuple[int, ...], Literal["C", "F"]]:

@@ -121,7 +121,7 @@ def _chosen_targets(own: Dataset, data: DataConfig) -> list[str]:
     if not own.targets:
         raise UserError(
             f"{own.path} has no numbers to learn, which train.loss=regression needs. Shard it with"
-            " target_columns=[age] of a list or Parquet, or target_pattern=REGEX of file names (docs/sharding.md)."
+            " target_columns=[age] of a list or Parquet (docs/sharding.md)."
         )
     if unknown := [name for name in data.targets if name not in own.targets]:
         raise UserError(

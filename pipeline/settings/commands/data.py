@@ -85,9 +85,7 @@ class ShardConfig(ImagesConfig):
         "auto",
         "folder",
         "archive",
-        "flat",
         "images",
-        "tiny_imagenet",
         "imagenet21k",
         "imagenet1k",
         "cifar",
@@ -112,11 +110,8 @@ class ShardConfig(ImagesConfig):
     ILSVRC2012_validation_ground_truth.txt with meta.mat beside it; or, with label_names, a file of lines 'filename
     number' or ReaL's real.json.
     """
-    cifar100_labels: Literal["fine", "coarse"] = setting("fine", needs="layout=auto,cifar")
-    """cifar: CIFAR-100's 100 classes or 20 groups."""
     image_column: str = setting("image", needs="layout=auto,parquet")
-    """parquet: column of images: encoded (binary, or struct<bytes, path>), or arrays (lists of lists of numbers, or
-    tensors).
+    """parquet: column of images: encoded (binary, or struct<bytes, path>), or arrays (lists of lists of numbers).
     """
     path_column: str = setting("path", needs="layout=auto,list")
     """list: column of paths, relative to the list's folder, absolute, or URLs (s3://, gs://)."""
@@ -137,10 +132,6 @@ class ShardConfig(ImagesConfig):
     """parquet, list: columns of numbers to predict (train.loss=regression), as [age,dose]. An empty cell is a missing
     value.
     """
-    target_pattern: RegularExpression = ""
-    """Numbers to predict in the names of files: a regular expression with a named group for each, which is searched in
-    the path without its suffix, as dose(?P<dose>[0-9.]+). A name without a match has missing values.
-    """
     split_column: str = setting("split", needs="layout=auto,list")
     """list: column of the split of an image, if the list has it: splits chooses among its values, and renames them;
     empty: none.
@@ -155,22 +146,12 @@ class ShardConfig(ImagesConfig):
     """Keep only classes with more than this number of images in the train split."""
     synset_names: PathText = ""
     """File of lines 'wnid name' with class names (words.txt, LOC_synset_mapping.txt)."""
-    merge_copies: bool = False
-    """Merge samples of equal bytes and their labels; reads all of source twice."""
-    compare: Literal["mtime", "content"] = "mtime"
-    """Which images the next start compares with finished shards, byte by byte. mtime: those with another time of
-    change; content: all.
-    """
     seed: Seed = 0
     """Seed of the order of samples."""
     samples_per_shard: PositiveInt = 4096
     """Samples per tar, except a split's last."""
     resize_short: Side = 0
-    """Resize larger images to this short side; 0 copies the bytes."""
-    resize_filter: Literal["area", "antialias"] = setting("area", needs="resize_short")
-    """With resize_short: area, as evaluation resizes full-size images; or antialias, Pillow's bilinear, which is
-    faster.
-    """
+    """Resize larger images to this short side, by area, as evaluation does with large images; 0 copies the bytes."""
     jpeg_quality: int = setting(95, min=1, max=100, needs="resize_short")
     """With resize_short: JPEG quality of re-encoded images."""
     channel_pattern: RegularExpression = ""
@@ -185,8 +166,6 @@ class ShardConfig(ImagesConfig):
     """What the pages of a TIFF, or the frames of a DICOM, are: channels of one image, samples, or all but the first or
     the middle one are not used.
     """
-    npz_array: str = ""
-    """The array of .npz files of several that is the image; it is stored as .npy."""
     to_rgb8: bool = False
     """Reduce images of more than 8 bits or more than three channels to 8-bit RGB: the range of their type becomes 0 to
     255. Channels named red, green and blue are kept, else the first three.
@@ -197,7 +176,6 @@ class ShardConfig(ImagesConfig):
         for one, other in (
             ("channel_columns", "channel_pattern"),
             ("group_column", "group_pattern"),
-            ("target_columns", "target_pattern"),
             ("holdout_per_class", "val_share"),
             ("holdout_per_class", "group_column"),  # It would divide groups.
             ("holdout_per_class", "group_pattern"),
@@ -213,8 +191,6 @@ class ShardConfig(ImagesConfig):
             groups = re.compile(self.channel_pattern).groupindex
             if {"sample", "channel"} - groups.keys():
                 raise UserError("channel_pattern must have the groups (?P<sample>...) and (?P<channel>...).")
-        if self.target_pattern and not re.compile(self.target_pattern).groupindex:
-            raise UserError("target_pattern must have a named group for each number, as dose(?P<dose>[0-9.]+).")
         for name in ("val_share", "holdout_per_class"):
             if getattr(self, name) and "val" in self.splits:
                 raise UserError(
@@ -286,9 +262,6 @@ class VerifyConfig(JobConfig):
     """Folder or URL (s3://, gs://) of a data set, made by launch/shard.py"""
     out: PathText = setting("", output="folder or URL", holds="verification")
     """Folder of report.json and damage.csv; empty is <data>/verify."""
-    decode_share: Share = 1.0
-    """Share of the images that are decoded, chosen by a hash of the key; images that the last run reported always are.
-    """
 
 
 class ExcludeConfig(Settings):
@@ -340,8 +313,6 @@ class DedupConfig(JobConfig):
     """
     max_bad_share: Share = 0.001
     """Share of unreadable images above which the job stops."""
-    dry_run: bool = False
-    """Write only the report and the sheet of pairs; mark no image."""
 
     def check(self) -> None:
         """Check what is compared. Raises UserError."""

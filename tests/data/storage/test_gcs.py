@@ -56,5 +56,5 @@ def test_a_data_set_is_read_checked_and_listed(
     for shard, damage in zip(data.shards(), (False, True), strict=False):
         if damage:
             put(folder / shard.name, bytes(shard.bytes))
-        found = check_shard(VerifyJob(url, shard, None, 0, data.num_classes, None)).findings
+        found = check_shard(VerifyJob(url, shard, None, 0, data.num_classes)).findings
         assert ("checksum" in {kind for kind, *_ in found}) == damage

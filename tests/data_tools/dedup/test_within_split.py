@@ -88,7 +88,7 @@ def test_the_largest_of_those_that_are_alike_is_kept(
     assert marked(photos) == made[1]
     data = report["data"]
     assert report == json.loads((photos.path / "dedup/near_copies.json").read_text())
-    assert data["copies"] == len(made[1]) == sum(report["histogram"])
+    assert data["copies"] == len(made[1])
     assert data["most_copies_of_one"] == SCENE - 1
     assert (data["plain"], data["copies_with_other_labels"]) == (3, 3)
     assert data["images_with_copies"] == len(set(made[1].values()))
@@ -134,20 +134,18 @@ def test_images_of_16_bits_are_compared_as_their_pictures(ray_cluster: int, tmp_
 
 def test_a_killed_search_goes_on(photos: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(within_split, "_BLOCK", 20)
-    search(photos, dry_run=True, max_distance=0.1)
-    first = search(photos, dry_run=True)
-    assert not (photos.path / "exclude/near_copies.parquet").exists()
+    search(photos, max_distance=0.1)
+    first = search(photos)
     (folder,) = (photos.path / "dedup/search").iterdir()
     first_block = [path for path in folder.iterdir() if path.name.startswith("1")]
     for path in set(folder.iterdir()) - set(first_block[1:]):  # As if it had been killed in the first block.
         path.unlink()
     (folder / "1-kept.npz").write_bytes(b"half a file of a killed job")
     kept = {path: path.stat().st_mtime_ns for path in first_block[1:]}
-    (photos.path / "exclude").mkdir()
     (photos.path / "exclude/near_copies.parquet").write_bytes(b"damaged, and to be replaced")
     again = search(photos)
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
-    assert {**again, "seconds": 0, "marked": False} == {**first, "seconds": 0}
+    assert {**again, "seconds": 0} == {**first, "seconds": 0}
 
 
 def test_an_excluded_image_does_not_stand_for_its_copies(photos: Dataset, made: tuple[Dataset, dict[str, str]]) -> None:

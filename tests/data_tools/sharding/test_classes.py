@@ -124,15 +124,11 @@ def test_names_that_look_the_same_are_named(tmp_path: Path) -> None:
 
 def test_readable_names(tmp_path: Path) -> None:
     path = text(tmp_path, "n02 tench, Tinca tinca\nn01\tgold fish\n")
-    assert readable_names(["n01", "n02", "n03"], path, {}) == ["gold fish", "tench, Tinca tinca", "n03"]
-    assert readable_names(["n01"], "", {}) is None
-    # Those of the source itself, unless a file is given.
-    assert readable_names(["n01", "n02"], "", {"n01": "one"}) == ["one", "n02"]
-    assert readable_names(["cat"], "", {"n01": "one"}) is None
-    assert readable_names(["n01"], path, {"n01": "one"}) == ["gold fish"]
+    assert readable_names(["n01", "n02", "n03"], path) == ["gold fish", "tench, Tinca tinca", "n03"]
+    assert readable_names(["n01"], "") is None
     path = text(tmp_path, "n01 crane\nn01 crane\nn02 tench\nn01 heron\n")
     with pytest.raises(UserError, match=r"synset_names = .* names 'n01' twice, 'crane' and 'heron'"):
-        readable_names(["n01"], path, {})
+        readable_names(["n01"], path)
 
 
 def test_names_and_rules_are_in_the_data_set(ray_cluster: int, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Images that belong together, such as those of a patient, are held out together."""
 
-import shlex
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ from raw_images import jpeg, settings, write_folder
 
 from data_tools.sharding import index, shard
 from data_tools.sharding.classes import apply_rules
-from data_tools.sharding.holdout import describe_groups, describe_mixed_groups, groups_of, hold_out, with_groups
+from data_tools.sharding.holdout import describe_groups, groups_of, hold_out, with_groups
 from data_tools.sources import Listing, list_source
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
@@ -134,25 +133,6 @@ def test_what_is_no_group_is_refused(photos: Path, tmp_path: Path) -> None:
     assert "one group, 'patient', for all 60 images" in refused(photos, group_pattern="patient")
 
 
-def test_groups_that_span_classes_are_named(photos: Path, tmp_path: Path) -> None:
-    """Where each class numbers its groups from 0, the warning has a pattern that keeps them apart."""
-    names = [f"{name}/seq{number}_{image}.jpg" for name in ("cat", "dog") for number in range(3) for image in range(2)]
-    source = write_folder({name: jpeg(i) for i, name in enumerate([*names, "dog/seq9_0.jpg"])}, tmp_path / "raw")
-    listing = listed(source, group_pattern="seq[0-9]+")
-    (line,) = describe_mixed_groups(listing, "seq[0-9]+")
-    assert "3 of 4 groups" in line
-    assert "cat/seq0_0 and dog/seq0_" in line
-    (found,) = (word for word in shlex.split(line) if word.startswith("group_pattern="))
-    pattern = found.removeprefix("group_pattern=")
-    apart = listed(source, group_pattern=pattern)
-    assert describe_mixed_groups(apart, pattern) == []
-    assert len(set(apart.table["group"].to_pylist())) == 7
-    # A column of groups, and a pattern that cannot be extended: the line has two examples and no pattern.
-    assert "group_pattern" not in describe_mixed_groups(listing, "")[0]
-    assert "group_pattern" not in describe_mixed_groups(listing, "(?i)seq[0-9]+")[0]
-    assert describe_mixed_groups(listed(source), "") == []
-
-
 @pytest.mark.ray
 def test_the_data_set_keeps_its_groups(
     ray_cluster: int, photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -162,11 +142,6 @@ def test_the_data_set_keeps_its_groups(
     dataset = shard.run(config)
     assert "groups of train: " in capsys.readouterr().out
     check(dataset)
-    assert "group_pattern finds groups in keys" in "".join(
-        listed(tmp_path / "out", splits={"train": "train", "val": "val"}).notes
-    )
-    index.run(IndexConfig(source=str(dataset.shard_path("val-000000.tar")), out=str(tmp_path / "indexed")))
-    assert f"groups of {tmp_path}/out are not taken over" in capsys.readouterr().out
     shard.run(config)  # Nothing to do, and nothing to complain of.
     with pytest.raises(UserError, match="was made with group_pattern = "):
         shard.run(settings(photos, tmp_path / "out", val_share=SHARE, samples_per_shard=7))

@@ -1,7 +1,6 @@
 """Images made anew are what their filter says."""
 
 import io
-from typing import Literal
 
 import cv2
 import numpy as np
@@ -14,24 +13,18 @@ from data_tools.sources.images import png, shrink
 from pipeline.data.loading.decode import decode
 
 
-@pytest.mark.parametrize("method", ["area", "antialias"])
-def test_smaller_copies(method: Literal["area", "antialias"]) -> None:
-    # Grey noise: the filters differ most, and JPEG of this quality keeps it to within one level.
+def test_smaller_copies() -> None:
+    # Grey noise: JPEG of this quality keeps it to within one level.
     grey = np.random.default_rng(0).integers(0, 256, (150, 220, 1), np.uint8)
     pixels = decode(simplejpeg.encode_jpeg(np.repeat(grey, 3, axis=2), 100))
-    data, width, height = shrink(simplejpeg.encode_jpeg(pixels, 100), 100, method, 100)
+    data, width, height = shrink(simplejpeg.encode_jpeg(pixels, 100), 100, 100)
     assert (width, height) == (147, 100)
-    references = {
-        "area": cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA),
-        "antialias": np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR)),
-    }
-    error = {name: np.abs(decode(data).astype(int) - image).mean() for name, image in references.items()}
-    assert error.pop(method) < 1
-    assert min(error.values()) > 5
+    area = cv2.resize(pixels, (width, height), interpolation=cv2.INTER_AREA)
+    assert np.abs(decode(data).astype(int) - area).mean() < 1
 
 
 def test_a_smaller_copy_of_a_heic_is_an_upright_jpeg() -> None:
-    data, width, height = shrink(HEIC["turned"], 8, "area", 100)
+    data, width, height = shrink(HEIC["turned"], 8, 100)
     assert data.startswith(b"\xff\xd8\xff")
     assert (width, height) == (8, 16)
     assert np.abs(decode(data)[4, 2].astype(int) - (250, 20, 20)).max() < 9

@@ -33,7 +33,7 @@ before = peak()
 done = write_shard(ShardingJob(str(image.parent), str(out), "train-000000.tar", "train", images, config, None))
 assert done.shard.bytes > copies * size
 rows = read_rows(part_path(out, done.shard.name)).to_pydict()
-assert len(check_shard(VerifyJob(str(out), done.shard, rows, 0, 1, frozenset())).findings) == 0
+assert len(check_shard(VerifyJob(str(out), done.shard, rows, 0, 1)).findings) == 0
 print(peak() - before, done.shard.bytes)
 """
 _IMAGE = """

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,6 @@ from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.storage.bucket import name_inside, walk_files
-from pipeline.process import waits
 from pipeline.settings.commands.data import ShardConfig
 
 
@@ -56,12 +54,6 @@ def test_extension_and_size_come_from_the_bytes(dataset: Dataset) -> None:
     assert rows["cat/grey"]["ext"] == rows["cat/cmyk"]["ext"] == "jpg"
     assert (rows["cat/one_pixel"]["width"], rows["cat/one_pixel"]["height"]) == (1, 1)
     assert (rows["dog/bits"]["width"], rows["dog/bits"]["height"]) == (20, 16)
-
-
-def test_samples_are_mixed_across_classes(dataset: Dataset) -> None:
-    split = dataset.split("train")
-    for start, end in zip(split.shard_starts[:-2], split.shard_starts[1:-1], strict=True):
-        assert len(set(split.label_values[start:end])) > 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -172,19 +164,12 @@ def tars(folder: Path) -> dict[str, bytes]:
     return {name: data for name, data in contents(folder).items() if name.endswith(".tar")}
 
 
-@pytest.mark.parametrize("merge_copies", [False, True])
-def test_images_that_change_and_keep_their_size_while_a_job_is_stopped(
-    merge_copies: bool, ray_cluster: int, tmp_path: Path, capfd
-) -> None:
+def test_images_that_change_and_keep_their_size_while_a_job_is_stopped(ray_cluster: int, tmp_path: Path, capfd) -> None:
     """Class folders are swapped, and swapped back, with the times of change that they had at the first start."""
     files = {f"{name}/{i}.bmp": bmp(10 * at + i) for at, name in enumerate(("cat", "dog")) for i in range(4)}
     files |= {"elk/1.bmp": bmp(30), "elk/2.bmp": bmp(30), "elk/3.bmp": bmp(31), "elk/bad.bmp": bytes(len(bmp(0)))}
     source, out = write_folder(files, tmp_path / "raw"), tmp_path / "out"
-    how = {
-        "samples_per_shard": 1,
-        "seed": 9,
-        "merge_copies": merge_copies,
-    }  # With this seed, the last shard is that of the bad image.
+    how = {"samples_per_shard": 1, "seed": 9}  # With this seed, the last shard is that of the bad image.
 
     def start_and_stop() -> None:
         with pytest.raises(UserError, match="elk/bad"):
@@ -202,7 +187,7 @@ def test_images_that_change_and_keep_their_size_while_a_job_is_stopped(
     write_folder({"elk/2.bmp": bmp(30)}, source)
     capfd.readouterr()
     made = shard.run(settings(source, out, max_bad_share=0.5, **how))
-    assert merge_copies or "9 images changed (cat/0, " in capfd.readouterr().out
+    assert "9 images changed (cat/0, " in capfd.readouterr().out
     fresh = shard.run(settings(source, tmp_path / "fresh", max_bad_share=0.5, **how))
     assert contents(made.path) == contents(fresh.path)
     shard.run(settings(source, out, max_bad_share=0.5, **how))
@@ -230,13 +215,6 @@ def test_images_that_change_after_the_end_are_refused_and_a_copied_source_is_not
     copied = shutil.copytree(source, tmp_path / "copied", copy_function=shutil.copyfile)
     assert tars(shard.run(settings(copied, out)).path) == before
     assert {path: path.stat().st_mtime_ns for path in out.glob("*.tar")} == written
-    # An edit that keeps the time, too, is found on request.
-    times = (copied / "dog/2.bmp").stat()
-    (copied / "dog/2.bmp").write_bytes(bmp(98))
-    os.utime(copied / "dog/2.bmp", ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert tars(shard.run(settings(copied, out)).path) == before
-    with pytest.raises(UserError, match=r"1 image changed \(dog/2\)"):
-        shard.run(settings(copied, out, compare="content"))
 
 
 def wait_for_state(folder: Path, **expected: object) -> dict:
@@ -251,11 +229,8 @@ def wait_for_state(folder: Path, **expected: object) -> dict:
     return states[-1]
 
 
-def test_progress_goes_on_while_no_shard_ends_and_tells_checks_from_work(tmp_path: Path, capfd, monkeypatch) -> None:
+def test_progress_goes_on_while_no_shard_ends_and_tells_checks_from_work(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(progress, "_SECONDS_BETWEEN_FILES", 0.01)
-    monkeypatch.setattr(waits, "NOTICE_SECONDS", 0.2)
-    monkeypatch.setattr(waits, "_LINE_SECONDS", 0.2)
-    monkeypatch.setattr(waits, "_board", waits._Board())
     with progress.ProgressMeter(1000, 10, tmp_path, "sharded") as job:
         job.add(600, 6_000_000, made=False)
         state = wait_for_state(tmp_path, images=600, shards=1, bytes=6_000_000)
@@ -266,15 +241,7 @@ def test_progress_goes_on_while_no_shard_ends_and_tells_checks_from_work(tmp_pat
         assert state["seconds_left"] == pytest.approx(300 / state["images_per_second"])
         # 100 images since the check ended, not 700 since the start.
         assert 100 / state["seconds"] < state["images_per_second"] < 100 / 0.1
-        time.sleep(1)  # Two lines, and more on a slow machine.
-    time.sleep(0.05)
     assert list(tmp_path.iterdir()) == []
-    lines = capfd.readouterr().err.splitlines()
-    checked, made = ([line for line in lines if f"{count} of 1,000 images" in line] for count in (600, 700))
-    assert checked
-    assert not any("left" in line for line in checked), "checks say nothing about the time to make the others"
-    assert made
-    assert all("left" in line for line in made)
 
 
 def test_held_out_images_never_move(dataset: Dataset, pictures: dict, tmp_path: Path) -> None:

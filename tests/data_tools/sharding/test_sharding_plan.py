@@ -10,7 +10,6 @@ from data_tools.sharding import plan
 from data_tools.sharding.classes import apply_rules
 from data_tools.sharding.holdout import hash_keys, with_groups
 from data_tools.sharding.plan import make_plan, read_images
-from data_tools.sharding.targets import with_targets
 from data_tools.sources import Listing, list_source, spill
 from data_tools.sources import listing as listing_module
 from data_tools.sources.split_files import PARTS
@@ -26,16 +25,16 @@ def config(tmp_path: Path) -> ShardConfig:
     source = write_folder(images, tmp_path / "raw")
     (tmp_path / "out" / PARTS).mkdir(parents=True)
     splits = {"train": "train", "val": "val"}
-    found = {"group_pattern": "([0-9])$", "target_pattern": "(?P<number>[0-9]+)$", "min_images": 2}
+    found = {"group_pattern": "([0-9])$", "min_images": 2}
     return ShardConfig(
         source=str(source), out=str(tmp_path / "out"), splits=splits, samples_per_shard=PER_SHARD, **found
     )
 
 
 def listed(config: ShardConfig, staging: Path) -> Listing:
-    """The listing with all that is changed in parts: classes, numbers, groups."""
+    """The listing with all that is changed in parts: classes, groups."""
     chosen = apply_rules(list_source(Path(config.source), config, staging), config)
-    return with_groups(with_targets(chosen, config.target_pattern), config.group_pattern)
+    return with_groups(chosen, config.group_pattern)
 
 
 def by_sorting(listing: Listing, config: ShardConfig) -> list[tuple[str, list]]:

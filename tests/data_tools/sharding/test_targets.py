@@ -1,4 +1,4 @@
-"""Numbers to predict: from lists, Parquet and file names into shards, the manifest and a split."""
+"""Numbers to predict: from lists and Parquet into shards, the manifest and a split."""
 
 import json
 import tarfile
@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 from raw_images import jpeg, settings, write_folder
 
-from data_tools.sharding import copies, shard
+from data_tools.sharding import shard
 from data_tools.sharding.kinds import join_channels
-from data_tools.sharding.targets import describe_targets, with_targets
+from data_tools.sharding.targets import describe_targets
 from data_tools.sources import Listing, list_source
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import SAMPLES_FILE, open_dataset
@@ -31,7 +31,7 @@ def write_list(folder: Path, rows: list[tuple[str, ...]] = ROWS, header: str = "
 def listed(source: Path, **others: object) -> Listing:
     config = settings(source, source.parent / "unused", **others)
     config.check()
-    return with_targets(list_source(source, config, source.parent / "staging"), config.target_pattern)
+    return list_source(source, config, source.parent / "staging")
 
 
 def values(listing: Listing) -> dict[str, list[float | None]]:
@@ -82,21 +82,6 @@ def test_numbers_of_parquet(tmp_path: Path) -> None:
         listed(tmp_path / "raw", layout="parquet", target_columns=["age"])
 
 
-def test_numbers_in_names_beside_classes(tmp_path: Path) -> None:
-    names = ["cat/x_dose0.25_t3.jpg", "cat/y_dose1_t4.jpg", "dog/z.jpg"]
-    source = write_folder({name: jpeg(i) for i, name in enumerate(names)}, tmp_path / "raw")
-    found = listed(source, target_pattern=r"dose(?P<dose>[0-9.]+)_t(?P<hours>\d+)")
-    assert (found.targets, found.classes) == (["dose", "hours"], ["cat", "dog"])
-    assert sorted(values(found).values(), key=str) == [[0.25, 3], [1, 4], [None, None]]
-    assert [line.split()[1] for line in describe_targets(found)] == ["2", "2"]
-    with pytest.raises(UserError, match="name"):
-        listed(source, target_pattern=r"(?P<name>[a-z]+)_dose")
-    with pytest.raises(UserError, match="hours"):
-        list(describe_targets(listed(source, target_pattern=r"nothing(?P<hours>\d)")))
-    with pytest.raises(UserError, match="target_pattern"):
-        listed(source, target_pattern="dose([0-9.]+)")
-
-
 @pytest.mark.parametrize("text", ["old", "3;4", "1_0", "inf", "1e99", "0x1F", '"3,5"'])
 def test_what_is_not_a_number_is_named_with_its_row_and_column(text: str, tmp_path: Path) -> None:
     source = write_list(tmp_path / "raw", [*ROWS, ("e.jpg", "1", text)])
@@ -137,12 +122,3 @@ def test_numbers_stay_with_a_sample_of_several_files(tmp_path: Path) -> None:
         else:
             with pytest.raises(UserError, match="'a'"):
                 join_channels(listing, config)
-
-
-def test_copies_with_other_numbers_are_counted(tmp_path: Path) -> None:
-    found = listed(write_list(tmp_path / "raw", [*ROWS, ("e.jpg", "31", "0.5")]), target_columns=["age", "dose"])
-    hashes = np.array([[1, 1], [1, 1], [2, 2], [3, 3], [1, 1]], np.uint64)  # b and e are copies of a.
-    kept, merged = copies._merge(found, np.arange(5), hashes)
-    assert (list(values(kept)), values(kept)["a"]) == (["a", "c", "d"], [31, 0.5])
-    assert [row[0] for row in merged.rows] == ["b", "e"]
-    assert merged.other_numbers == 1

@@ -15,12 +15,11 @@ import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
-from raw_images import jpeg, write_folder, write_tar, write_zip
+from raw_images import jpeg, write_folder, write_tar
 from scipy.io import savemat
 
 from data_tools.sources import Listing, Reader, list_source
 from pipeline.base.errors import UserError
-from pipeline.data.dataset import exclusion
 from pipeline.data.dataset.manifest import ROWS, Shard, write_dataset
 from pipeline.data.loading.decode import decode
 from pipeline.settings.commands.data import ShardConfig
@@ -118,21 +117,18 @@ def test_cifar10(version: str, form: str, tmp_path: Path) -> None:
         assert np.array_equal(decode(data), pixels.reshape(3, 32, 32).transpose(1, 2, 0))
 
 
-def test_cifar100_takes_the_fine_labels_or_the_coarse(tmp_path: Path) -> None:
-    coarse, groups = [1, 0, 1, 1, 0, 0, 1, 0, 1], ["animal", "machine"]
-    triples = zip(coarse, LABELS, PIXELS, strict=True)
-    records = b"".join(bytes([group, label]) + image.tobytes() for group, label, image in triples)
-    names = {"fine_label_names.txt": "\n".join(NAMES).encode(), "coarse_label_names.txt": "\n".join(groups).encode()}
+def test_cifar100_takes_the_fine_labels(tmp_path: Path) -> None:
+    records = b"".join(bytes([9, label]) + image.tobytes() for label, image in zip(LABELS, PIXELS, strict=True))
+    names = {"fine_label_names.txt": "\n".join(NAMES).encode()}
     binary = write_folder({"train.bin": records, "test.bin": records, **names}, tmp_path / "binary")
-    batch = pickle.dumps({"data": PIXELS, "fine_labels": LABELS, "coarse_labels": coarse}, protocol=4)
-    meta = pickle.dumps({"fine_label_names": NAMES, "coarse_label_names": groups})
-    python = write_folder({"train": batch, "test": batch, "meta": meta}, tmp_path / "python")
-    for kind, first in (("fine", "bird"), ("coarse", "machine")):
-        by_binary, by_python = (listed(source, cifar100_labels=kind) for source in (binary, python))
-        assert samples(by_binary) == samples(by_python)
-        assert by_binary.digest() == by_python.digest()
-        assert by_python.classes == (NAMES if kind == "fine" else groups)
-        assert samples(by_python)[f"{first}/train_00000"][:2] == ("train", (first,))
+    batch = pickle.dumps({"data": PIXELS, "fine_labels": LABELS, "coarse_labels": [9] * 9}, protocol=4)
+    meta = pickle.dumps({"fine_label_names": NAMES, "coarse_label_names": ["x"]})
+    by_binary = listed(binary)
+    by_python = listed(write_folder({"train": batch, "test": batch, "meta": meta}, tmp_path / "python"))
+    assert samples(by_binary) == samples(by_python)
+    assert by_binary.digest() == by_python.digest()
+    assert by_python.classes == NAMES
+    assert samples(by_python)["bird/train_00000"][:2] == ("train", ("bird",))
 
 
 class _Evil:
@@ -234,92 +230,13 @@ def test_bad_imagenet1k(tmp_path: Path) -> None:
     assert listed(source, layout="imagenet1k", splits={"train": "ILSVRC2012_img_train.tar"}).splits == ["train"]
 
 
-# --- Tiny-ImageNet ----------------------------------------------------------------------------------------------------
-
-TINY = {
-    **{
-        f"train/{wnid}/images/{wnid}_{i}.JPEG": jpeg(10 * c + i)
-        for c, wnid in enumerate(("n02", "n01"))
-        for i in (0, 1)
-    },
-    **{f"train/{wnid}/{wnid}_boxes.txt": b"x_0.JPEG\t0\t0\t9\t9\n" for wnid in ("n01", "n02")},
-    **{f"val/images/val_{i}.JPEG": jpeg(50 + i) for i in range(3)},
-    "val/val_annotations.txt": b"".join(
-        b"val_%d.JPEG\t%s\t0\t0\t9\t9\n" % (i, w) for i, w in enumerate((b"n01", b"n02", b"n01"))
-    ),
-    "test/images/test_0.JPEG": jpeg(60),
-    "wnids.txt": b"n02\nn01\n",
-    "words.txt": b"n01\tone\nn02\ttwo\n",
-}
-TINY_SAMPLES = {f"{w}/{w}_{i}": ("train", (w,), jpeg(10 * c + i)) for c, w in enumerate(("n02", "n01")) for i in (0, 1)}
-TINY_SAMPLES |= {f"{w}/val_{i}": ("val", (w,), jpeg(50 + i)) for i, w in enumerate(("n01", "n02", "n01"))}
-
-
-@pytest.mark.parametrize("form", ["folder", "zip", "tar.gz"])
-def test_tiny_imagenet_as_it_is_published(form: str, tmp_path: Path) -> None:
-    packed = {f"tiny-imagenet-200/{name}": data for name, data in TINY.items()}
-    if form == "folder":
-        source = write_folder(TINY, tmp_path / "raw")
-    else:
-        source = (
-            write_zip(packed, tmp_path / "t.zip") if form == "zip" else write_tar(packed, tmp_path / "t.tar.gz", "w:gz")
-        )
-    layout = "auto" if form != "tar.gz" else "tiny_imagenet"  # Its first members do not tell.
-    listing = listed(source, layout=layout)
-    assert samples(listing) == TINY_SAMPLES
-    assert listing.classes == ["n01", "n02"]
-    assert listing.class_names == {"n01": "one", "n02": "two"}
-    assert not any("words.txt" in note or "val_annotations" in note for note in listing.notes)
-    assert any(note.startswith("ignored 1 image outside") and "test_0.JPEG" in note for note in listing.notes)
-    # Whoever names the splits, as our messages used to propose, gets the same.
-    start = "" if form == "folder" else "tiny-imagenet-200/"
-    splits = {"train": f"{start}train", "val": f"{start}val"}
-    assert samples(listed(source, layout=layout, splits=splits)) == TINY_SAMPLES
-
-
-def test_bad_tiny_imagenet(tmp_path: Path) -> None:
-    source = write_folder(TINY, tmp_path / "raw")
-    (source / "val/images/val_9.JPEG").write_bytes(jpeg(9))
-    listing = listed(source)
-    assert listing.skipped == [("", "val/images/val_9.JPEG", "no class: val_annotations.txt has no line for it")]
-    assert samples(listing) == TINY_SAMPLES
-    (source / "words.txt").unlink()
-    assert listed(source).class_names == {}
-    (source / "val/val_annotations.txt").unlink()
-    assert "it has no val/val_annotations.txt" in refused(source, layout="tiny_imagenet")
-
-
 def test_images_are_not_held_out_where_the_layout_has_a_val_split_itself(tmp_path: Path) -> None:
     """There were two splits 'val', whose shards had the same names."""
-    source = write_folder(TINY, tmp_path / "raw")
+    source = imagenet1k(tmp_path / "raw")
     for name, value in (("val_share", 0.5), ("holdout_per_class", 1)):
         assert name in refused(source, **{name: value})
-    assert listed(source, splits={"train": "train"}, val_share=0.5).splits == ["train"]
-
-
-# --- Flat -------------------------------------------------------------------------------------------------------------
-
-FLAT = {f"n0144076{c}_{name}_{i}.JPEG": jpeg(10 * c + i) for c, name in ((4, "tench"), (5, "a_b")) for i in (0, 1)}
-
-
-@pytest.mark.parametrize("form", ["folder", "tar", "zip", "split"])
-def test_flat_folder_of_names_that_begin_with_the_class(form: str, tmp_path: Path) -> None:
-    made = {"tar": lambda: write_tar(FLAT, tmp_path / "f.tar"), "zip": lambda: write_zip(FLAT, tmp_path / "f.zip")}
-    splits = {"train": "photos"} if form == "split" else {"train": ""}
-    source = made[form]() if form in made else write_folder(FLAT, tmp_path / "raw" / splits["train"])
-    listing = listed(tmp_path / "raw" if form == "split" else source, splits=splits)
-    expected = {name.replace(".JPEG", ""): (name[:9], data) for name, data in FLAT.items()}
-    assert samples(listing) == {f"{w}/{stem}": ("train", (w,), data) for stem, (w, data) in expected.items()}
-    assert listing.classes == ["n01440764", "n01440765"]
-
-
-def test_an_image_of_a_flat_folder_without_a_class(tmp_path: Path) -> None:
-    source = write_folder({**FLAT, "tench.JPEG": jpeg(1)}, tmp_path / "raw")
-    listing = listed(source, layout="flat")
-    assert [where for _, where, _ in listing.skipped] == ["tench.JPEG"]
-    assert len(listing) == 4
-    table(source / "labels.csv", [(name, name[:9]) for name in FLAT])
-    assert len(listed(source / "labels.csv", layout="list")) == 4
+    train = {"train": "ILSVRC2012_img_train.tar"}
+    assert listed(source, layout="imagenet1k", splits=train, val_share=0.5).splits == ["train"]
 
 
 # --- Parquet ----------------------------------------------------------------------------------------------------------
@@ -445,13 +362,6 @@ def test_list(ending: str, tmp_path: Path) -> None:
         str(tmp_path / "3").removeprefix("/").replace(".", "_"): ("train", (), FILES["3.png"]),
     }
     assert listing.notes == ["1 of 3 images without a label, of which no class is learnt"]
-
-
-def test_a_list_gives_the_table_of_its_folder(tmp_path: Path) -> None:
-    files = {name: data for name, data in FILES.items() if "/" in name}
-    folder = listed(write_folder(files, tmp_path / "raw"))
-    by_list = listed(table(tmp_path / "raw/list.csv", [(name, name.split("/")[0]) for name in files]))
-    assert folder.digest() == by_list.digest()
 
 
 def test_lists_of_splits_and_numbers(tmp_path: Path) -> None:
@@ -607,22 +517,6 @@ def test_webdataset_whose_keys_come_again_from_tar_to_tar(tmp_path: Path) -> Non
     assert listing.notes == ["keys repeat between tars: each gets the name of its tar as a prefix, such as more/v1_0/0"]
 
 
-@pytest.mark.parametrize(
-    ("there", "missing"),
-    [
-        ([f"train-{i:06d}" for i in range(10) if i not in (3, 7)], ": 3, 7."),
-        (["00000-of-00004", "00001-of-00004", "00002-of-00004"], ": 3."),
-        (["20190131", "20190228", "20200331"], ""),
-    ],
-)
-def test_a_gap_in_the_numbers_of_shards_is_named(there: list[str], missing: str, tmp_path: Path) -> None:
-    for number, name in enumerate(there):
-        (tmp_path / f"raw/{name}").parent.mkdir(parents=True, exist_ok=True)
-        write_tar({f"{number}.jpg": jpeg(number), f"{number}.cls": b"0"}, tmp_path / f"raw/{name}.tar")
-    notes = [note for note in listed(tmp_path / "raw", layout="webdataset").notes if "missing" in note]
-    assert [missing in note for note in notes] == [True] * bool(missing)
-
-
 def test_tars_of_data_sets_have_the_classes_of_these(tmp_path: Path) -> None:
     """Label 0 of two data sets is one class only if both say so; a tar alone has the classes of the data set beside it,
     too.
@@ -630,16 +524,14 @@ def test_tars_of_data_sets_have_the_classes_of_these(tmp_path: Path) -> None:
     for name, classes in (("cars", ["audi", "bmw"]), ("pets", ["cat", "dog"]), ("more_pets", ["cat", "dog"])):
         (tmp_path / "raw" / name).mkdir(parents=True)
         write_tar({f"{name}.jpg": jpeg(1), f"{name}.cls": b"1"}, tmp_path / "raw" / name / f"{name}.tar")
-        dataset = write_dataset(
+        write_dataset(
             tmp_path / "raw" / name, [Shard("x.tar", "train", 0, 0, "")], [ROWS.empty_table()], classes, {}, {}
         )
-    exclusion.write_list(dataset, "near_copies", exclusion.EXCLUDED.empty_table())
     said = f"The tars in {tmp_path}/raw/more_pets: its classes are cat, dog, but audi, bmw in {tmp_path}/raw/cars"
     assert said in refused(tmp_path / "raw", layout="webdataset")
     shutil.rmtree(tmp_path / "raw/cars")
     listing = listed(tmp_path / "raw", layout="webdataset")
     assert (listing.classes, len(listing)) == (["cat", "dog"], 2)
-    assert [f"near_copies of {tmp_path}/raw/more_pets" in note for note in listing.notes] == [True]
     pets = listed(tmp_path / "raw/pets/pets.tar", layout="webdataset")
     assert pets.classes == ["cat", "dog"]
 
@@ -653,10 +545,6 @@ def test_bad_webdataset(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     packed = write_tar(SHARD, tmp_path / "raw/a.tar.gz", "w:gz")
     assert "raw: a.tar.gz " in refused(packed.parent, layout="webdataset")
-    write_tar(SHARD, tmp_path / "raw/b.tar")
-    listing = listed(packed.parent, layout="webdataset")
-    assert len(listing) == 3
-    assert "a.tar.gz" in listing.notes[0]
 
 
 def test_auto_tells_class_tars_from_shards(tmp_path: Path) -> None:

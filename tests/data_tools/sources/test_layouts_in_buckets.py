@@ -132,17 +132,6 @@ def test_class_tars_in_a_bucket_are_read_side_by_side_and_once(tmp_path: Path, s
     assert samples(listing) == samples(listed(source))
 
 
-def test_class_tars_in_a_tar_in_a_bucket(tmp_path: Path, s3: tuple[S3, str]) -> None:
-    server, url = s3
-    inner = {path.name: path.read_bytes() for path in _class_tars(tmp_path).iterdir()}
-    source = write_tar(inner, tmp_path / "big.tar")
-    put(bucket_path(f"{url}/big.tar"), source.read_bytes())
-    first, again = (_listing_of_tars(server, f"{url}/big.tar", tmp_path / "out")[0] for _ in range(2))
-    assert first.digest() == again.digest() == listed(source).digest()
-    assert samples(again) == samples(listed(source))
-    assert len(list((tmp_path / "out/.staging").iterdir())) == len(inner)
-
-
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
 def test_a_list_in_a_bucket(ending: str, tmp_path: Path, s3: tuple[S3, str]) -> None:
     """Paths in it are relative to it, or URLs; a list on a disk may name URLs, too."""

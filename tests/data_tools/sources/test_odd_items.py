@@ -183,44 +183,6 @@ def link(name: bytes, target: bytes, kind: bytes = tarfile.LNKTYPE) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
 
-LONG = b"cat/" + b"x" * 200 + b".jpg"
-
-
-@pytest.mark.parametrize("layout", ["archive", "imagenet21k"])
-def test_a_hard_link_in_a_tar_is_the_file_that_it_links_to(layout: str, tmp_path: Path) -> None:
-    """It was called a file without an image extension, `cat/2.jpg.link`, and ignored."""
-    pax = record(b"linkpath", b"cat/1.jpg")
-    data = tar_of(
-        member(b"cat/1.jpg", jpeg(1)),
-        member(b"cat/readme", b"1"),
-        link(b"cat/2.jpg", b"cat/1.jpg"),
-        member(b"dog/1.jpg", jpeg(2)),
-        link(b"dog/2.jpg", b"cat/1.jpg"),
-        header(b"pax", len(pax), tarfile.XHDTYPE) + pax + bytes(-len(pax) % 512),
-        link(b"dog/3.jpg", b""),
-        header(LONG, 10),
-        bytes(512),
-        link(b"dog/4.jpg", LONG),
-        link(b"dog/5.jpg", b"dog/6.jpg"),
-        member(b"dog/6.jpg", jpeg(3)),
-    )
-    source, splits = tmp_path / "raw.tar", {"train": ""}
-    if layout == "imagenet21k":
-        data, splits = tar_of(member(b"all.tar", data)), {"train": "all"}
-    source.write_bytes(data)
-    listing = listed(source, layout=layout, splits=splits)
-    start = layout == "imagenet21k" and 512
-    places = {image.key: image.files[0][1:3] for image in listing.images(range(len(listing)))}
-    assert places["cat/1"] == (512 + start, len(jpeg(1)))
-    assert [places[key] for key in ("cat/2", "dog/2", "dog/3")] == [places["cat/1"]] * 3
-    assert places["dog/4"] == places[LONG.decode().removesuffix(".jpg")]
-    assert len(listing) == 8
-    where = "all/dog/5.jpg" if start else "dog/5.jpg"
-    assert skipped(listing) == {
-        where: "a link to 'dog/6.jpg'; make the tar again with tar --dereference --hard-dereference"
-    }
-
-
 def test_odd_members_of_a_zip(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "raw.zip", "w") as file:
         for name, data in GOOD.items():

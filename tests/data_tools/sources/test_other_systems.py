@@ -30,22 +30,6 @@ def test_labels_of_a_tar_made_on_a_mac(layout: str, tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("form", ["folder", "tar", "zip"])
-def test_a_flat_folder_of_a_mac(form: str, tmp_path: Path) -> None:
-    images = {"n01440764_1.JPEG": jpeg(1), "n01440765_1.JPEG": jpeg(2)}
-    files = dict(_with_doubles(images)) | {".DS_Store": b"x"}
-    if form == "zip":
-        files |= {"__MACOSX/._n01440764_1.JPEG": DOUBLE}
-    made = {
-        "folder": lambda: write_folder(files, tmp_path / "raw"),
-        "tar": lambda: write_tar(files, tmp_path / "raw.tar"),
-        "zip": lambda: write_zip(files, tmp_path / "raw.zip"),
-    }
-    listing = listed(made[form]())
-    assert samples(listing).keys() == {"n01440764/n01440764_1", "n01440765/n01440765_1"}
-    assert f"ignored {4 if form == 'zip' else 3} hidden files" in listing.notes[0]
-
-
 def test_a_list_and_names_written_on_windows(tmp_path: Path) -> None:
     write_folder({"1.jpg": jpeg(1), "2.jpg": jpeg(2)}, tmp_path / "raw")
     mark = b"\xef\xbb\xbf"
