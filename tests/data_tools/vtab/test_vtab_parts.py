@@ -16,7 +16,7 @@ from raw_images import encoded, noise, write_zip
 from vtab_originals import Truth, tfrecord, turned
 
 from data_tools.vtab.datasets import DATASETS
-from data_tools.vtab.origin import Origin, read_original
+from data_tools.vtab.origin import read_original
 from data_tools.vtab.readers import convert, labels
 from data_tools.vtab.readers.tfrecords import crc32c, records
 from data_tools.vtab.split import choose, hashed_order
@@ -143,11 +143,10 @@ def test_eurosat_from_the_archive_on_zenodo(tmp_path: Path) -> None:
     new = tmp_path / "originals" / "eurosat"
     new.mkdir(parents=True)
     write_zip(files, new / "EuroSAT_RGB.zip")
-    origin = Origin("originals", new)
-    (pool,) = read_original(task, origin, tmp_path, published=False).pools.values()
+    (pool,) = read_original(task, new, tmp_path, published=False).pools.values()
     assert dict(zip(pool.keys, pool.labels.tolist(), strict=True)) == truth.labels["eurosat"]["train"]
     with pytest.raises(UserError, match=r"EuroSAT_RGB\.zip has [\d,]+ bytes, but 94,658,721 were published"):
-        read_original(task, origin, tmp_path, published=True)
+        read_original(task, new, tmp_path, published=True)
 
 
 def test_an_image_is_read_as_it_is_stored() -> None:
