@@ -40,8 +40,7 @@ class DataSet:
 
     val: val200 is the first 200 samples of this part. test: all samples of this part. (train800 is always the beginning
     of `train`.)
-    alternative: another published archive of the same images, read if the first of `files` is missing. hint: how to get
-    or use the files.
+    hint: how to get or use the files.
     """
 
     name: str
@@ -49,7 +48,6 @@ class DataSet:
     counts: dict[str, int]
     val: PoolSlice = PoolSlice("validation")
     test: PoolSlice = PoolSlice("test")
-    alternative: PublishedFile | None = None
     hint: str = ""
 
 

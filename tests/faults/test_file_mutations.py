@@ -149,10 +149,7 @@ SOURCES = {
 def vtab_files() -> tempfile.TemporaryDirectory[str]:
     """A folder of every source data set."""
     folder = tempfile.TemporaryDirectory()
-    root = Path(folder.name)
-    vtab_originals.write_originals(root)
-    shutil.copytree(root / "dsprites", root / "npz")
-    vtab_originals.dsprites_as_npz(root / "npz")
+    vtab_originals.write_originals(Path(folder.name))
     return folder
 
 
@@ -161,7 +158,7 @@ def copy_vtab(name: str, at: Path) -> Path:
 
 
 def read_vtab(name: str, source: Path) -> str:
-    task = next(task for task in TASKS if task.dataset == ("dsprites" if name == "npz" else name))
+    task = next(task for task in TASKS if task.dataset == name)
     config = ShardConfig(source=str(source), out="unused", splits=dict.fromkeys(prepare.SPLITS, ""))
     with vtab_originals.small_splits(), tempfile.TemporaryDirectory() as staging:
         return as_sharded(prepare._list(task, Origin("originals", source), False, source, config, Path(staging)))
@@ -169,7 +166,7 @@ def read_vtab(name: str, source: Path) -> str:
 
 VTAB = {
     name: Format(partial(copy_vtab, name), partial(read_vtab, name))
-    for name in sorted({task.dataset for task in TASKS} | {"npz"})
+    for name in sorted({task.dataset for task in TASKS})
 }
 
 

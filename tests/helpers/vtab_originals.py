@@ -231,7 +231,9 @@ def _class_folders(
 
 def eurosat(root: Path, truth: Truth) -> None:
     names = ["AnnualCrop", "Forest", "SeaLake"]
-    write_zip(_class_folders(root, truth, "eurosat", "2750", names, "{name}_{number}.jpg"), root / "EuroSAT.zip")
+    write_zip(
+        _class_folders(root, truth, "eurosat", "EuroSAT_RGB", names, "{name}_{number}.jpg"), root / "EuroSAT_RGB.zip"
+    )
 
 
 def resisc45(root: Path, truth: Truth) -> None:
@@ -355,15 +357,6 @@ def dsprites(root: Path, truth: Truth) -> None:
             "dsprites_orientation": int(bins[latents[number, 3]]),
         }
         truth.add("dsprites", "train", str(number), images[number] * np.uint8(255), labels)
-
-
-def dsprites_as_npz(root: Path) -> None:
-    """The same, in the other of its two formats."""
-    hdf5 = next(root.glob("*.hdf5"))
-    with h5py.File(hdf5) as file:
-        arrays = {"imgs": file["imgs"][()], "latents_classes": file["latents/classes"][()]}
-    hdf5.unlink()
-    np.savez_compressed(hdf5.with_suffix(".npz"), **arrays)
 
 
 def smallnorb(root: Path, truth: Truth) -> None:
