@@ -95,35 +95,18 @@ class GpuBench:
         for row in self.apart("product", gpu_step.matrix_product, self.config.device):
             self.machine |= {name: row[name] for name in ("gpu", "clocks") if name in row}
         self.steps(first, Setup(), Setup(deterministic=True), DEFAULTS, compiled)
-        for setup in (DEFAULTS, compiled):
-            self.apart(f"profile {first.name}, batch {first.batch}, {setup}", gpu_step.profile, first, setup)
-        self.apart(f"product of {first.name}", gpu_step.block_products, first)
-        for deterministic in (True, False):
-            self.apart(f"attention deterministic={deterministic}", gpu_step.attention_kernels, first, deterministic)
         images = replace(first, batch=4 * first.batch)
         self.apart(f"objectives {first.name}, mae", gpu_step.objective, images, "mae")
-        for setup in (DEFAULTS, compiled):
-            self._same_bits(first, setup)
         for case in others[:1]:
             self.steps(case, DEFAULTS, compiled)
         self._from_shards(first)
         for loss in _OBJECTIVES[first.device]:
             self.apart(f"objectives {first.name}, {loss}", gpu_step.objective, first, loss)
-        self.apart(f"fit {first.name}", gpu_step.fits, first)
         self.steps(first, replace(DEFAULTS, fused=False), replace(DEFAULTS, deterministic=False))
         fastest = self.fastest(first.name, first.batch)
         best = Setup(**fastest["setup"]) if fastest else DEFAULTS
         for case in [*others, *(replace(first, batch=factor * first.batch) for factor in (2, 4))]:
             self.steps(case, Setup(), best)
-        for case in others:
-            self.apart(f"fit {case.name}", gpu_step.fits, case)
-
-    def _same_bits(self, case: Case, setup: Setup) -> None:
-        """The same steps in two processes; the second one's row also says whether they gave the same bits."""
-        name = f"bits {case.name}, {setup}"
-        rows = [row for _ in range(2) for row in self.apart(name, gpu_step.bits, case, setup) if "sha256" in row]
-        if len(rows) == 2:
-            self.add(name, {"same_bits": str(rows[0]["sha256"] == rows[1]["sha256"]).lower()})
 
     def steps(self, case: Case, *setups: Setup) -> None:
         for setup in setups:

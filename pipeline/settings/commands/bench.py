@@ -23,7 +23,7 @@ class GpuBenchConfig(Settings):
     """Time for everything; what is left out for lack of time is listed."""
     candidate_seconds: PositiveFloat = 2.0
     """Time in which each configuration's steps are timed."""
-    only: list[Literal["product", "step", "profile", "attention", "bits", "shards", "objectives", "fit"]] = []
+    only: list[Literal["product", "step", "shards", "objectives"]] = []
     """Parts to measure, by the first word of their names; empty measures all."""
     batch: NonNegativeInt = 0
     """Images per step; 0 is the power of two with at most 32,768 tokens."""
