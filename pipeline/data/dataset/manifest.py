@@ -13,7 +13,6 @@ Jobs that make shards or index existing ones call `write_dataset`, all others `o
 a bucket (`pipeline/data/storage/bucket.py`). Needs pyarrow and numpy only.
 """
 
-import difflib
 import hashlib
 import itertools
 import json
@@ -245,13 +244,11 @@ class Dataset:
         )
 
     def without_split(self, name: str) -> str:
-        """What is said of a split that the data set does not have: those that it has, and which one may be meant."""
+        """What is said of a split that the data set does not have: those that it has, or how to make one."""
         there = [split for split, count in self.info["samples"].items() if count]
-        near = difflib.get_close_matches(name, there, 1)
-        near = near or [split for split in there if not split.startswith("train") and name != "train"]
         has = f"{self.path} has no split {name!r}. It has: {', '.join(there)}."
-        if near:
-            return f"{has} Did you mean {near[0]}?"
+        if there != ["train"]:
+            return has
         return f"{has} launch/shard.py holds out images as val with val_share=0.1 and another out=..."
 
     def refuse_unmeasured(self) -> None:
