@@ -40,7 +40,6 @@ class Plan:
     at_end: step just before the last that an interval in % ends at by rounding, such as 3,905 of 3,906 for 20 %, by
     evaluator and
     CHECKPOINT: what is due then is done after the last step only.
-    balance: how often an epoch uses samples of the rarest and of the most common class; "" is once.
     measures_held_out: whether the objective measures anything on held-out images.
     """
 
@@ -59,7 +58,6 @@ class Plan:
     best_from: str = ""
     cooldown: int = 0
     heads_first: int = 0
-    balance: str = ""
     at_end: Mapping[str, int] = field(default_factory=dict)
     measures_held_out: bool = True
 
@@ -113,9 +111,8 @@ class Plan:
         return f"evaluation every {every:,}" if every else "no evaluation"
 
     def notes(self, config: RunConfig) -> list[str]:
-        """A line for a balance of classes, one for a run that no held-out split measures, and one for each
-        setting that was changed to fit."""
-        named = list(filter(None, [self.balance]))
+        """A line for a run that no held-out split measures, and one for each setting that was changed to fit."""
+        named: list[str] = []
         probed = "only its probes measure it" if self.evaluate_every else "nothing measures it but its loss"
         if not self.measures_held_out:
             own = f"train.loss = {config.train.loss} measures nothing on held-out images: {probed}"

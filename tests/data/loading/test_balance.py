@@ -3,9 +3,11 @@ evenly as possible.
 """
 
 import re
+import tempfile
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -177,6 +179,23 @@ def test_power_1_is_the_plain_order_and_excluded_samples_do_not_count(dataset: P
     assert len(few) == 61 < len(labels)
     rows, _ = order.rows(np.arange(61))
     assert sorted(np.bincount(few[rows])) == [15, 15, 15, 16]
+
+
+def test_the_rows_of_an_epoch_go_before_those_of_the_next_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A billion samples have 8 GB of them, and TMPDIR may be in memory."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    there, write = [], ClassBalance._write_contents
+
+    def look_and_write(balance: ClassBalance, epoch: int, *given: Any) -> None:
+        there.append(len([*tmp_path.rglob("rows.*")]))
+        write(balance, epoch, *given)
+
+    monkeypatch.setattr(ClassBalance, "_write_contents", look_and_write)
+    order = SampleOrder(np.array([5, 7]), 0, 4, 2, 3, ClassBalance(np.arange(12) % 5, np.array([0, 5, 12]), 0.5, 0))
+    order.rows(np.arange(36))
+    assert there == [0, 0, 0]
 
 
 def plain_contents(labels: np.ndarray, balance: ClassBalance, epoch: int) -> tuple[list[int], list[int], list[int]]:
