@@ -25,9 +25,6 @@ from pipeline.data.loading import balance as balance_module
 from pipeline.data.loading.balance import ClassBalance, FirstLabels, describe_balance
 from pipeline.data.loading.order import SampleOrder, order_of_split
 from pipeline.data.mixture.run_data import run_splits
-from pipeline.review import samples
-from pipeline.settings import schema
-from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.quantities import Limit
 from pipeline.settings.run import DataConfig
 
@@ -255,24 +252,3 @@ def test_data_without_labels_is_refused_in_one_line(tmp_path: Path) -> None:
         UserError, match=r"data\.balance = 0\.5 .* no sample of .*bare, split 'train', has a label\. Leave it at 1\.$"
     ):
         run_splits(bare, DataConfig(path="x", balance=0.5), seed=0)
-
-
-def test_samples_of_a_balanced_run_are_told_in_both_directions(dataset: Path, tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text(
-        f"{{name: x, seed: 5, model: {{name: ViT-S/16}}, data: {{path: {dataset}, balance: 0.25, streams: 4}}, "
-        "train: {length: 20 steps, global_batch: 24}}"
-    )
-
-    def ask(what: str) -> list[dict]:
-        return samples.run(schema.load(SamplesConfig, None, [f"run={tmp_path / 'run.yaml'}", what]))
-
-    steps = [ask(f"step={step}") for step in range(1, 21)]
-    assert {row["epoch"] for row in steps[6]} == {0, 1}  # 150 samples, 24 a step.
-    keys = [row["key"] for step in steps for row in step]
-    for key in ("train00000", max(keys, key=keys.count)):
-        times = ask(f"sample={key}")
-        found = [steps[row["step"] - 1][row["place"]] for row in times]
-        assert len(times) == keys.count(key)
-        assert [(row["key"], row["used before"], row["epoch"]) for row in found] == [
-            (key, i, row["epoch"]) for i, row in enumerate(times)
-        ]

@@ -3,7 +3,6 @@
 import io
 import struct
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import imagecodecs
 import numpy as np
@@ -215,13 +214,6 @@ def test_a_damaged_heic_is_an_image_or_refused() -> None:
             except DecodeError:
                 refused += 1
     assert 100 < refused < 500
-
-
-def test_threads_read_heic_and_avif_as_one_does(encode: Encode) -> None:
-    files = [*HEIC.values(), encode(CORNERS, "AVIF")] * 5
-    with ThreadPoolExecutor(4) as pool:
-        for found, file in zip(pool.map(decode, files), files, strict=True):
-            check(found, decode(file))
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9, 0.99])

@@ -29,7 +29,7 @@ from pipeline.data.mixture.run_data import RunData, open_run_data
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.evaluate.probes.probe import open_run_probe
 from pipeline.settings import schema
-from pipeline.settings.run import AugmentConfig, DataConfig, MixedSet, RunConfig, RunProbeConfig
+from pipeline.settings.run import AugmentConfig, DataConfig, MixedSet, RunConfig
 
 
 @pytest.fixture(scope="module")
@@ -116,14 +116,6 @@ def test_a_balance_is_within_each_set(sets: Path) -> None:
         assert np.ptp(np.bincount(of_epoch)) <= 2  # Each within one of its share.
     row = int(rows[7])
     assert [position for _, position in order.uses(row, 200)] == np.flatnonzero(rows == row).tolist()
-
-
-def test_an_objective_without_labels_takes_any_set(sets: Path) -> None:
-    for labels in ("unread", "scored"):
-        data = opened(sets, "{path: bare, weight: 1}", labels=labels)
-        assert data.dataset.classes == open_dataset(sets / "a").classes
-        assert data.split.labels_of(100).tolist() == []
-        assert data.split.max_labels == 1
 
 
 def test_where_labels_are_only_scored_those_of_evaluated_sets_are_joined(sets: Path) -> None:
@@ -337,14 +329,6 @@ def test_another_class_map_is_another_mixture_once_the_set_was_used(sets: Path) 
     assert 'with class_map {"class0": "other"}' in mixed_until(first, 9)
     later = [identity(f"{{class{n}: other}}", ", from_step: 9") for n in range(2)]
     assert mixed_until(later[0], 9) == mixed_until(later[1], 9)
-
-
-def test_metrics_are_named_after_the_folder_of_a_url() -> None:
-    """With the options in it, two sets of one endpoint had the same names, which no other folder could have changed."""
-    for options in ("", "?endpoint_override=http://10.0.0.5:9000", "/?region=eu-west-1"):
-        entry = MixedSet(path=f"s3://bucket/web{options}", weight=1, eval_split="val")
-        assert entry.evaluated == {"web_val": "val"}
-        assert list(RunProbeConfig(data=entry.path).tested) == ["web"]
 
 
 def test_targets_are_chosen_by_name_in_every_set(tmp_path: Path) -> None:

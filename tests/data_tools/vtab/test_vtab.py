@@ -226,29 +226,14 @@ def test_what_is_missing_is_named_and_the_rest_is_made(
     shutil.copytree(vtab_tasks[0] / "originals" / "eurosat", originals / "eurosat")
     shutil.copytree(vtab_tasks[0] / "originals" / "pets", originals / "pets")
     (originals / "pets" / "annotations.tar.gz").unlink()
+    shutil.copytree(vtab_tasks[0] / "out" / "svhn", tmp_path / "out" / "svhn")
     said = refused(settings(tmp_path / "out", originals=str(originals)))
     printed = capsys.readouterr().out
     assert "annotations/trainval.txt" in said
-    assert "1 of 19 tasks are ready: eurosat" in printed
+    assert "2 of 19 tasks are ready: svhn (made before), eurosat" in printed
     for task in TASKS:
-        if task.dataset not in ("eurosat", "pets"):
+        if task.dataset not in ("eurosat", "pets", "svhn"):
             assert f"missing: {task.name}: {originals / task.dataset}: " in printed
-
-
-def test_a_task_without_files_that_was_made_before_is_ready(
-    vtab_tasks: tuple[Path, Truth], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    originals, out = tmp_path / "originals", tmp_path / "out"
-    shutil.copytree(vtab_tasks[0] / "originals" / "eurosat", originals / "eurosat")
-    for name in ("pets", "clevr_count"):
-        shutil.copytree(vtab_tasks[0] / "out" / name, out / name)
-    (out / "clevr_count" / INFO).unlink()  # As a job that was killed leaves it.
-    with small_splits():
-        run(settings(out, originals=str(originals)))
-    printed = capsys.readouterr().out
-    assert printed.endswith("2 of 19 tasks are ready: pets (made before), eurosat\n")
-    assert "missing: clevr_count: " in printed
-    assert "missing: pets: " not in printed
 
 
 def test_files_that_are_not_the_published_ones_are_refused(vtab_tasks: tuple[Path, Truth], tmp_path: Path) -> None:
