@@ -8,13 +8,10 @@ process. Models start from the same weights, and see one batch.
 import copy
 import itertools
 import math
-import statistics
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +28,6 @@ from pipeline.data.loading.loader import normalise
 from pipeline.estimate.memory import rank_memory
 from pipeline.estimate.plan import make_plan
 from pipeline.model.layers import kernel_names
-from pipeline.monitor.metrics_file import read_metrics
 from pipeline.monitor.profile import StepClock, device_memory, peak_memory
 from pipeline.objectives import Objective
 from pipeline.objectives.parameters import optimizers
@@ -157,38 +153,6 @@ def objective(case: Case, loss: str) -> Iterator[Row]:
         "arithmetic": flops / models.training_flops_per_image(case.config),
         "predicted_gib": rank_memory(config, run, case.batch, 1, 1).total / 2**30,
     }
-
-
-def from_shards(case: Case, data: str, steps: int, log_every: int, decoders: int) -> Iterator[Row]:
-    """One row: medians over the two rounds of a run on a data set, each of `steps` steps with a checkpoint, after one
-    round more.
-
-    log_every: steps between log lines. decoders: threads.
-    The last log line precedes the evaluation at the end of the run.
-    """
-    from pipeline.train.start import run_training  # Late, as in `pipeline_engine`.
-
-    with tempfile.TemporaryDirectory() as folder:
-        run = settings(
-            case,
-            f"out={folder}",
-            f"data.path={data}",
-            f"data.threads={decoders}",
-            f"train.length={3 * steps} steps",
-            f"train.log_every={log_every}",
-            "evaluate.every=100%",
-            f"evaluate.batch={case.batch}",
-            f"checkpoint.every={steps} steps",
-            "checkpoint.keep=1",
-            "track.enabled=false",
-            "track.figures=false",
-        )
-        run_training(run)
-        records, _ = read_metrics(Path(folder) / "bench/metrics.jsonl")
-    lines = [record.metrics for record in records if record.step > steps and "images_per_second" in record.metrics]
-    metrics = ("images_per_second", "mfu", "data_wait", "peak_memory_gib", "checkpoint_blocked_seconds")
-    found = {name: [line[name] for line in lines if name in line] for name in metrics}
-    yield {name: statistics.median(values) for name, values in found.items() if values}  # A CPU has no mfu.
 
 
 # ---------------------------------------------------------------------- steps

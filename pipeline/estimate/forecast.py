@@ -23,7 +23,6 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes
 from pipeline.base.progress import duration
 from pipeline.base.words import aligned, counted, of_classes, si, significant
-from pipeline.data.loading.balance import describe_balance
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.atomic import replacing
@@ -151,7 +150,7 @@ def _places(model: Config) -> int:
 class Data:
     """Size of the data: of all sets of a mixture. shards: 0 if it does not exist yet. epoch_samples: see `RunData`.
 
-    notes: on the balance of classes, and on labels that are not used.
+    notes: on the splits, and on labels that are not used.
     """
 
     samples: int
@@ -247,11 +246,10 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
     split = found.split
     config = replace(config, data=replace(config.data, eval_split=found.eval_split, targets=found.targets))
     used = int(np.count_nonzero(split.shard_sizes))
-    notes = [describe_balance(split.parts[0], found.own.classes, config.data.balance), *found.notes()]
     of_set = f"manifest of {config.data.path}"
     source = f"manifests; {split.describe()}" if isinstance(split, MixedSplit) else of_set
     classes = found.dataset.num_classes
-    data = Data(len(split), found.epoch_samples, classes, used, source, list(filter(None, notes)), split.pixels)
+    data = Data(len(split), found.epoch_samples, classes, used, source, found.notes(), split.pixels)
     return config, data, found.dataset.classes
 
 

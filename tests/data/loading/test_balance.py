@@ -2,7 +2,6 @@
 evenly as possible.
 """
 
-import re
 import tempfile
 from collections.abc import Callable
 from fractions import Fraction
@@ -22,7 +21,7 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import Split, open_dataset
 from pipeline.data.loading import balance as balance_module
-from pipeline.data.loading.balance import ClassBalance, FirstLabels, describe_balance
+from pipeline.data.loading.balance import ClassBalance, FirstLabels
 from pipeline.data.loading.order import SampleOrder, order_of_split
 from pipeline.data.mixture.run_data import run_splits
 from pipeline.settings.quantities import Limit
@@ -241,9 +240,6 @@ def test_it_is_the_first_label_that_counts_and_none_is_a_class(tmp_path: Path, m
     assert FirstLabels(split)[:].tolist() == [1, 0, -1, 2]
     assert FirstLabels(split)[1:3].tolist() == [0, -1]
     assert FirstLabels(split_of("one", [[0], [1], [2], [1], [0]], [0, 3]))[1:].tolist() == [2, 0]
-    said = describe_balance(split_of("rare", [[1, 0], [0], [], [], [2, 0]], []), ["a", "b", "c"], 0.5)
-    assert re.findall(r"([\d.]+) times", said) == ["1.13", "0.801"]
-    assert describe_balance(split, ["a", "b", "c"], 1) == ""
 
 
 def test_data_without_labels_is_refused_in_one_line(tmp_path: Path) -> None:
