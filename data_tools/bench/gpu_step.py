@@ -8,7 +8,6 @@ process. Models start from the same weights, and see one batch.
 import copy
 import itertools
 import math
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -112,19 +111,10 @@ def matrix_product(device: str) -> Iterator[Row]:
     side, timed = 256, 0.2
     if device == "cuda":
         side, timed = 8192, 2.0
-        yield {"gpu": torch.cuda.get_device_name(), "clocks": _clocks()}
+        yield {"gpu": torch.cuda.get_device_name()}
     a, b = (torch.randn(side, side, device=device).to(torch.bfloat16) for _ in "ab")
     seconds = _median_seconds(lambda: torch.mm(a, b), timed)
     yield {"side": side, "tflops": 2 * side**3 / seconds / 1e12}
-
-
-def _clocks() -> str:
-    """Clocks and power of the GPU now, and their limits, as nvidia-smi names them."""
-    query = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,clocks_event_reasons.active"
-    try:
-        return subprocess.check_output(["nvidia-smi", f"--query-gpu={query}", "--format=csv"], text=True, timeout=20)
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"not measured: {error}"
 
 
 def measure(case: Case, setup: Setup) -> Iterator[Row]:

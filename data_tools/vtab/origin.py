@@ -52,15 +52,6 @@ class Origin:
     folder: AnyPath
 
 
-def check_folders(config: VtabPrepareConfig) -> None:
-    """Raise UserError for one of originals and lists that is set and is not a folder."""
-    for name in get_args(Kind):
-        if (value := getattr(config, name)) and not (folder := resolve(name, value)).is_dir():
-            raise UserError(
-                f"{name} = {value}: {folder} is not a folder. Give one with a folder for each data set: {name}=..."
-            )
-
-
 def find_origin(task: Task, config: VtabPrepareConfig) -> Origin:
     """Returns the first of originals and lists that has a folder for the task. Raises MissingError if none has."""
     dataset = DATASETS[task.dataset]

@@ -18,7 +18,7 @@ from data_tools.sharding import shard
 from data_tools.sources.images import png
 from data_tools.sources.listing import Collector, Listing
 from data_tools.vtab.datasets import DATASETS
-from data_tools.vtab.origin import MissingError, Origin, check_folders, find_origin, read_original
+from data_tools.vtab.origin import MissingError, Origin, find_origin, read_original
 from data_tools.vtab.prove import KEYS_FILE, digest, key_table, prove, read_about
 from data_tools.vtab.readers import lists
 from data_tools.vtab.readers.convert import as_stored
@@ -38,9 +38,8 @@ def run(config: VtabPrepareConfig) -> None:
     splits.
 
     A failed task does not stop the others. A task whose data set exists counts as ready without its files. Raises
-    UserError for a setting that is not a folder; and, after all tasks, if one failed or a requested one is missing.
+    UserError, after all tasks, if one failed or a requested one is missing.
     """
-    check_folders(config)
     tasks = _tasks(config.tasks)
     if config.prove:
         prove(tasks, config)

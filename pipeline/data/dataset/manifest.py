@@ -42,7 +42,6 @@ from pipeline.data.storage.cache import Storage
 from pipeline.data.storage.checksums import CheckedFile, cache_home, chunk_digests, digest_of
 from pipeline.data.storage.parquet import REMEDY, SingleThreaded, open_parquet, reading
 from pipeline.data.storage.tars import TarsToCheck, refuse_problems
-from pipeline.process.outputs import kind_of, results_in
 from pipeline.settings.quantities import Limit
 
 __all__ = ["SAMPLES_FILE", "Dataset", "Shard", "Split", "open_dataset", "write_dataset"]
@@ -290,10 +289,6 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
         remedy = f"If {path} holds images, shard them: {command} . {remedy}"
         if path.is_file():
             raise UserError(f"{path} is a file, not a data set. {remedy}")
-        if (kind := kind_of(path)) not in (None, "data set"):
-            raise UserError(f"{path} is not a data set: it holds results of another kind ({kind}).")
-        if inner := results_in(path).get("data set"):
-            raise UserError(f"{path} has data sets in it. Name one, as {inner}.")
     if not path.exists():
         way_out = f"Shard it first: python launch/shard.py source=... out={path}"
         raise UserError(missing(str(path), "data set", way_out))
