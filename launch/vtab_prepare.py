@@ -8,9 +8,8 @@ cifar100 dtd flowers102 pets sun397 svhn patch_camelyon eurosat resisc45 retinop
 smallnorb. docs/vtab.md lists the files; missing files are reported with their URL.
 
       python launch/vtab_prepare.py originals=/data/originals out=datasets/vtab
-  Some tasks only, with copies prepared by tensorflow_datasets for missing originals:
-      python launch/vtab_prepare.py originals=/data/originals tfds=~/tensorflow_datasets out=datasets/vtab \\
-          tasks=[pets,clevr_count]
+  Some tasks only:
+      python launch/vtab_prepare.py originals=/data/originals out=datasets/vtab tasks=[pets,clevr_count]
   From the vtab-1k lists common among PyTorch users (splits cannot be proved):
       python launch/vtab_prepare.py lists=vtab-1k out=datasets/vtab
   Prove that the splits are the official ones, by computing them again from the keys; exit code 2 if not:

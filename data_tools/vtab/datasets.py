@@ -38,22 +38,16 @@ class PoolSlice:
 class DataSet:
     """A source data set. name: name of its folder. counts: number of samples of each pool.
 
-    tfds: folder in a data_dir of tensorflow_datasets. tfds_versions: the major version that the official task uses, and
-    later ones with the same keys and labels, which are read if that is missing: version -> what is not the same.
     val: val200 is the first 200 samples of this part. test: all samples of this part. (train800 is always the beginning
     of `train`.)
-    alternative: another published archive of the same images, read if the first of `files` is missing. hint: how to get
-    or use the files.
+    hint: how to get or use the files.
     """
 
     name: str
     files: tuple[PublishedFile, ...]
     counts: dict[str, int]
-    tfds: str
-    tfds_versions: dict[int, str]
     val: PoolSlice = PoolSlice("validation")
     test: PoolSlice = PoolSlice("test")
-    alternative: PublishedFile | None = None
     hint: str = ""
 
 

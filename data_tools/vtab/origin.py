@@ -1,6 +1,4 @@
-"""Finds the origin of a task's images (published files, a prepared copy of tensorflow_datasets, or lists), and reads
-it.
-"""
+"""Finds the origin of a task's images (published files, or lists), and reads it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +37,7 @@ _READERS: dict[str, Callable[[DatasetFiles, Task], Original]] = {
     )
 }
 
-Kind = Literal["originals", "tfds", "lists"]
+Kind = Literal["originals", "lists"]
 
 
 class MissingError(UserError):
@@ -54,21 +52,10 @@ class Origin:
     folder: AnyPath
 
 
-def check_folders(config: VtabPrepareConfig) -> None:
-    """Raise UserError for one of originals, tfds and lists that is set and is not a folder."""
-    for name in get_args(Kind):
-        if (value := getattr(config, name)) and not (folder := resolve(name, value)).is_dir():
-            raise UserError(
-                f"{name} = {value}: {folder} is not a folder. Give one with a folder for each data set: {name}=..."
-            )
-
-
 def find_origin(task: Task, config: VtabPrepareConfig) -> Origin:
-    """Returns the first of originals, tfds and lists that has a folder for the task. Raises MissingError if none
-    has.
-    """
+    """Returns the first of originals and lists that has a folder for the task. Raises MissingError if none has."""
     dataset = DATASETS[task.dataset]
-    folders = {"originals": [dataset.name], "tfds": [dataset.tfds], "lists": lists.folders(task)}
+    folders = {"originals": [dataset.name], "lists": lists.folders(task)}
     looked = []
     for kind in get_args(Kind):
         for name in folders[kind] if getattr(config, kind) else ():
@@ -79,40 +66,34 @@ def find_origin(task: Task, config: VtabPrepareConfig) -> Origin:
     raise MissingError(f"{', '.join(looked)}: not found, or empty. {sources_of(dataset)}")
 
 
-def read_original(task: Task, origin: Origin, staging: AnyPath, published: bool) -> Original:
-    """Read all samples of a task, from originals or tfds.
+def read_original(task: Task, folder: AnyPath, staging: AnyPath, published: bool) -> Original:
+    """Read all samples of a task, from originals.
 
     published: whether other checksums and numbers of images than the published ones raise UserError.
     """
-    unchecked: list[str] = []
     try:
-        if origin.kind == "tfds":
-            original = tfrecords.read(task, origin.folder)
-        else:
-            files = DatasetFiles(DATASETS[task.dataset], origin.folder, staging, published)
-            original, unchecked = _READERS[task.dataset](files, task), files.unchecked
+        files = DatasetFiles(DATASETS[task.dataset], folder, staging, published)
+        original = _READERS[task.dataset](files, task)
     except (UserError, OSError):
         raise
     except Exception as error:  # Of any kind, if a file differs from the published one.
         raise UserError(
-            f"{origin.folder}: its files differ from the published ones ({type(error).__name__}: {error})."
+            f"{folder}: its files differ from the published ones ({type(error).__name__}: {error})."
         ) from error
     classes = NAMES.get(task.name) or original.classes or [str(label) for label in range(task.num_classes)]
     notes = [*original.notes]
     if not published:
         notes.append("published=false: checksums and numbers of images were not compared")
-    elif unchecked:
-        notes.append(f"without a published checksum, or unpacked: {', '.join(unchecked)}")
+    elif files.unchecked:
+        notes.append(f"without a published checksum, or unpacked: {', '.join(files.unchecked)}")
     if published:
         for problem in wrong_counts(task.dataset, {name: pool.keys for name, pool in original.pools.items()}):
             raise UserError(
-                f"{origin.folder} {problem}. Is a file missing? (published=false uses the files as they are; the scores"
+                f"{folder} {problem}. Is a file missing? (published=false uses the files as they are; the scores"
                 " are then not those of VTAB.)"
             )
         if len(classes) != task.num_classes:
-            raise UserError(
-                f"{origin.folder} has {counted(len(classes), 'class')}, but {task.title} has {task.num_classes}."
-            )
+            raise UserError(f"{folder} has {counted(len(classes), 'class')}, but {task.title} has {task.num_classes}.")
     return replace(original, classes=classes, notes=notes)
 
 

@@ -18,8 +18,8 @@ from data_tools.sharding import shard
 from data_tools.sources.images import png
 from data_tools.sources.listing import Collector, Listing
 from data_tools.vtab.datasets import DATASETS
-from data_tools.vtab.origin import MissingError, Origin, check_folders, find_origin, read_original
-from data_tools.vtab.prove import KEYS_FILE, as_recorded, digest, key_table, prove, read_about
+from data_tools.vtab.origin import MissingError, Origin, find_origin, read_original
+from data_tools.vtab.prove import KEYS_FILE, digest, key_table, prove, read_about
 from data_tools.vtab.readers import lists
 from data_tools.vtab.readers.convert import as_stored
 from data_tools.vtab.readers.files import FileLocation, Original, Pool
@@ -38,9 +38,8 @@ def run(config: VtabPrepareConfig) -> None:
     splits.
 
     A failed task does not stop the others. A task whose data set exists counts as ready without its files. Raises
-    UserError for a setting that is not a folder; and, after all tasks, if one failed or a requested one is missing.
+    UserError, after all tasks, if one failed or a requested one is missing.
     """
-    check_folders(config)
     tasks = _tasks(config.tasks)
     if config.prove:
         prove(tasks, config)
@@ -95,13 +94,12 @@ def _list(
     if origin.kind == "lists":
         listing = lists.listing(task, source, published)
     else:
-        original = read_original(task, origin, staging, published)
+        original = read_original(task, origin.folder, staging, published)
         listing = _listing(task, original, source, settings.splits, staging)
         about["notes"] = original.notes
         about["keys_sha256"] = digest(listing.extra_tables[KEYS_FILE])
     # A missing test image would change the score.
-    listing = replace(listing, notes=[*listing.notes, *about["notes"]], about={"vtab": about}, needs_all=True)
-    return as_recorded(listing, to_path(settings.out))
+    return replace(listing, notes=[*listing.notes, *about["notes"]], about={"vtab": about}, needs_all=True)
 
 
 def _listing(task: Task, original: Original, source: AnyPath, splits: dict[str, str], staging: AnyPath) -> Listing:

@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.sharding.shard import resolve
-from data_tools.sources.listing import Listing
 from data_tools.vtab.datasets import DATASETS
 from data_tools.vtab.origin import MissingError, find_origin, read_original, wrong_counts
 from data_tools.vtab.readers.files import Pool
@@ -72,21 +71,10 @@ def read_about(dataset: Dataset) -> dict[str, Any] | None:
     return dataset.info["source"].get("vtab")
 
 
-def as_recorded(listing: Listing, out: AnyPath) -> Listing:
-    """Returns the listing without its table of keys if the finished data set in out has another: dataset.json has the
-    digest of that one.
-
-    Another origin of the same samples lists the keys in another order. (The sharding job refuses other samples.)
-    """
-    table = listing.extra_tables.get(KEYS_FILE)
-    about = read_about(open_dataset(out)) if table is not None and (out / INFO).exists() else None
-    return listing if about is None or digest(table) == about.get("keys_sha256") else replace(listing, extra_tables={})
-
-
 def prove(tasks: list[Task], config: VtabPrepareConfig) -> None:
     """Print for each task in config.out whether its splits are proved. Raises UserError if those of a task are not.
 
-    If originals or tfds has the files of a task, its keys and labels are read again and compared as well.
+    If originals has the files of a task, its keys and labels are read again and compared as well.
     """
     out = resolve("out", config.out)
     there = [task for task in tasks if (out / task.name / INFO).exists()]
@@ -127,7 +115,7 @@ def _problems(task: Task, dataset: Dataset) -> Iterator[str]:
         yield f"it was not made as {task.name} by launch/vtab_prepare.py"
         return
     if about["from"] == "lists":
-        yield "it was made from lists, which have no keys: make it from the published files or tfds"
+        yield "it was made from lists, which have no keys: make it from the published files"
         return
     if dataset.damaged_tables():
         yield "the manifest's tables are not those that dataset.json was written with"
@@ -167,19 +155,17 @@ def _rows(dataset: Dataset, split: str) -> tuple[dict[str, Any], dict[str, bytes
 
 
 def _read_again(task: Task, dataset: Dataset, config: VtabPrepareConfig, problems: list[str]) -> str:
-    """Compare with the files of the same origin, if they exist. Returns a note on it; appends to problems."""
+    """Compare with the original files, if they exist. Returns a note on it; appends to problems."""
     about = read_about(dataset)
     assert about is not None, "_problems has checked it"
-    if not (config.originals or config.tfds):
+    if not config.originals:
         return ""
-    # Files of another kind have other keys, such as those of Caltech101.
-    of_others: dict[str, Any] = dict.fromkeys({"originals", "tfds", "lists"} - {about["from"]}, "")
     try:
-        origin = find_origin(task, replace(config, **of_others))
+        origin = find_origin(task, replace(config, lists=""))
     except MissingError:
-        return f"; keys and labels not read again (made from {about['from']}, which is not given or lacks it)"
+        return "; keys and labels not read again (no originals)"
     with tempfile.TemporaryDirectory() as staging:  # For what has to be unpacked.
-        original = read_original(task, origin, Path(staging), about["published"])
+        original = read_original(task, origin.folder, Path(staging), about["published"])
     problems += changes(key_table(original.pools), read_keys(dataset.path / KEYS_FILE))
     return f"; keys and labels read again from {origin.folder}"
 

@@ -18,7 +18,6 @@ from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
 from pipeline.base.words import aligned, counted, of_classes, si, significant
-from pipeline.data.loading.balance import describe_balance
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.estimate.memory import (
@@ -144,7 +143,7 @@ def _places(model: Config) -> int:
 class Data:
     """Size of the data: of all sets of a mixture. epoch_samples: see `RunData`.
 
-    notes: on the balance of classes, and on labels that are not used.
+    notes: on the splits, and on labels that are not used.
     """
 
     samples: int
@@ -238,11 +237,10 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
         raise UserError(f"{error} Or plan without it: samples=14.2e6 classes=21841.") from None
     split = found.split
     config = replace(config, data=replace(config.data, eval_split=found.eval_split, targets=found.targets))
-    notes = [describe_balance(split.parts[0], found.own.classes, config.data.balance), *found.notes()]
     of_set = f"manifest of {config.data.path}"
     source = f"manifests; {split.describe()}" if isinstance(split, MixedSplit) else of_set
     classes = found.dataset.num_classes
-    data = Data(len(split), found.epoch_samples, classes, source, list(filter(None, notes)), split.pixels)
+    data = Data(len(split), found.epoch_samples, classes, source, found.notes(), split.pixels)
     return config, data, found.dataset.classes
 
 

@@ -35,7 +35,6 @@ class Plan:
     log_seconds: between lines of the log; 0: a line for each record.
     best_from: the evaluator that measures checkpoint.best, which has a checkpoint at each of its evaluations, or "".
     heads_first: step after which all is trained (train.heads_first), and everything is evaluated; 0: from the start.
-    balance: how often an epoch uses samples of the rarest and of the most common class; "" is once.
     measures_held_out: whether the objective measures anything on held-out images.
     """
 
@@ -54,7 +53,6 @@ class Plan:
     best_from: str = ""
     cooldown: int = 0
     heads_first: int = 0
-    balance: str = ""
     measures_held_out: bool = True
 
     def measuring(self, config: RunConfig, num_classes: int) -> "Plan":
@@ -104,9 +102,8 @@ class Plan:
         return f"evaluation every {every:,}" if every else "no evaluation"
 
     def notes(self, config: RunConfig) -> list[str]:
-        """A line for a balance of classes, one for a run that no held-out split measures, and one for each
-        setting that was changed to fit."""
-        named = list(filter(None, [self.balance]))
+        """A line for a run that no held-out split measures, and one for each setting that was changed to fit."""
+        named: list[str] = []
         probed = "only its probes measure it" if self.evaluate_every else "nothing measures it but its loss"
         if not self.measures_held_out:
             own = f"train.loss = {config.train.loss} measures nothing on held-out images: {probed}"

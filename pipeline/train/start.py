@@ -138,7 +138,6 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     draw: module that draws the figures of a run folder, in a process of its own (`drawing.py`); None: no figures.
     """
     from pipeline.data.dataset.manifest import open_dataset
-    from pipeline.data.loading.balance import describe_balance
     from pipeline.data.mixture.run_data import open_run_data
     from pipeline.data.storage.cache import Storage  # Late imports: `Stop` handles signals meanwhile.
 
@@ -166,8 +165,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
         split.refuse_several_labels("evaluate.ordinal=true")
     if not config.init.weights:  # Refuses what cannot be built while there is no run folder yet.
         objectives.new_backbone(config, data.dataset.num_classes, data.split.pixels)
-    balance = describe_balance(data.split.parts[0], data.own.classes, config.data.balance)
-    plan = replace(plan.measuring(config, data.dataset.num_classes), balance=balance)
+    plan = plan.measuring(config, data.dataset.num_classes)
     run_probe = None
     if config.probe.every.amount:
         from pipeline.evaluate.probes.probe import open_run_probe  # Imports torch.

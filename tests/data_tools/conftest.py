@@ -31,10 +31,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int, source: 
 
 @pytest.fixture(scope="session")
 def vtab_tasks(tmp_path_factory: pytest.TempPathFactory, ray_cluster: int) -> tuple[Path, Truth]:
-    """originals/, tfds/, and out/ with all 19 tasks of VTAB made of the originals; tests must not change them."""
+    """originals/, and out/ with all 19 tasks of VTAB made of the originals; tests must not change them."""
     folder = tmp_path_factory.mktemp("vtab")
     truth = vtab_originals.write_originals(folder / "originals")
-    vtab_originals.write_tfds(folder / "tfds", truth)
     with vtab_originals.small_splits():
         prepare.run(vtab_originals.settings(folder / "out", originals=str(folder / "originals")))
     return folder, truth

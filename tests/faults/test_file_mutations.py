@@ -145,34 +145,26 @@ SOURCES = {
 # ---------------------------------------------------------------------- VTAB-1k
 @cache
 def vtab_files() -> tempfile.TemporaryDirectory[str]:
-    """originals/NAME and tfds/NAME of every source data set."""
+    """A folder of every source data set."""
     folder = tempfile.TemporaryDirectory()
-    root = Path(folder.name)
-    vtab_originals.write_tfds(root / "tfds", vtab_originals.write_originals(root / "originals"))
-    shutil.copytree(root / "originals/dsprites", root / "originals/npz")
-    vtab_originals.dsprites_as_npz(root / "originals/npz")
+    vtab_originals.write_originals(Path(folder.name))
     return folder
 
 
-def copy_vtab(kind: str, name: str, at: Path) -> Path:
-    inside = Path(vtab_originals.TFDS[name][0]).parent if kind == "tfds" else name
-    return Path(shutil.copytree(Path(vtab_files().name) / kind / inside, at / "source"))
+def copy_vtab(name: str, at: Path) -> Path:
+    return Path(shutil.copytree(Path(vtab_files().name) / name, at / "source"))
 
 
-def read_vtab(kind: str, name: str, source: Path) -> str:
-    task = next(task for task in TASKS if task.dataset == ("dsprites" if name == "npz" else name))
+def read_vtab(name: str, source: Path) -> str:
+    task = next(task for task in TASKS if task.dataset == name)
     config = ShardConfig(source=str(source), out="unused", splits=dict.fromkeys(prepare.SPLITS, ""))
     with vtab_originals.small_splits(), tempfile.TemporaryDirectory() as staging:
-        return as_sharded(prepare._list(task, Origin(kind, source), False, source, config, Path(staging)))  # type: ignore[arg-type]
+        return as_sharded(prepare._list(task, Origin("originals", source), False, source, config, Path(staging)))
 
 
 VTAB = {
-    f"{kind} {name}": Format(partial(copy_vtab, kind, name), partial(read_vtab, kind, name))
-    for kind, names in (
-        ("originals", sorted({task.dataset for task in TASKS} | {"npz"})),
-        ("tfds", sorted(vtab_originals.TFDS)),
-    )
-    for name in names
+    name: Format(partial(copy_vtab, name), partial(read_vtab, name))
+    for name in sorted({task.dataset for task in TASKS})
 }
 
 

@@ -1,10 +1,9 @@
-"""Readers of source data sets stored as pixel arrays: binary records, MATLAB, HDF5, NumPy, small NORB's matrices.
+"""Readers of source data sets stored as pixel arrays: binary records, MATLAB, HDF5, small NORB's matrices.
 
 Only requested images are read, so that memory does not grow with the data set.
 """
 
 import math
-import zipfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import IO, Any, BinaryIO
@@ -69,17 +68,10 @@ def patch_camelyon(files: DatasetFiles, task: Task) -> Original:
 
 
 def dsprites(files: DatasetFiles, task: Task) -> Original:
-    """imgs (n, 64, 64) of 0 and 1, latents/classes (n, 6), as .hdf5 or .npz; keys are image numbers."""
-    name = DATASETS["dsprites"].files[0].name
-    npz = files.find(name.replace(".hdf5", ".npz"))
-    path: AnyPath
-    open_array: _Open
-    if npz and not files.find(name):
-        path, open_array, latents = files.folder / npz.name, _npz, "latents_classes"
-    else:
-        path, open_array, latents = files.plain(name), _hdf5, "latents/classes"
-    column = _all(path, open_array, latents)[:, _DSPRITES_COLUMNS[task.name]]
-    return Original({"train": _numbered(RULES[task.name](column), partial(_images, path, open_array, "imgs", _white))})
+    """imgs (n, 64, 64) of 0 and 1, latents/classes (n, 6); keys are image numbers."""
+    path = files.plain(DATASETS["dsprites"].files[0].name)
+    column = _all(path, _hdf5, "latents/classes")[:, _DSPRITES_COLUMNS[task.name]]
+    return Original({"train": _numbered(RULES[task.name](column), partial(_images, path, _hdf5, "imgs", _white))})
 
 
 def _white(sprites: np.ndarray) -> np.ndarray:
@@ -118,14 +110,6 @@ def _hdf5(file: BinaryIO, name: str) -> h5py.Dataset:
     return h5py.File(file, "r")[name]
 
 
-def _npz(file: BinaryIO, name: str) -> _FileArray:
-    # np.load would hold the whole array in memory: 3 GB.
-    array = zipfile.ZipFile(file).open(f"{name}.npy")  # noqa: SIM115 - read only, and closed with the file
-    np.lib.format.read_magic(array)
-    shape, _, dtype = np.lib.format.read_array_header_1_0(array)
-    return _FileArray(array, shape, dtype)
-
-
 def _mat(file: BinaryIO, name: str) -> np.ndarray:
     """The last axis becomes the first."""
     return np.moveaxis(loadmat(file, variable_names=[name])[name], -1, 0)
@@ -143,7 +127,7 @@ def _norb(file: BinaryIO, name: str) -> _FileArray:
 _Open = Callable[[BinaryIO, str], Any]
 
 
-# The readers of NumPy, MATLAB and HDF5 files raise exceptions of any kind.
+# The readers of MATLAB and HDF5 files raise exceptions of any kind.
 def _all(path: AnyPath, open_array: _Open, name: str = "") -> np.ndarray:
     with damage_named(path, Exception), path.open("rb") as file:
         return open_array(file, name)[:]

@@ -8,7 +8,6 @@ grey level, and the results differ from the official copies by as much.
 import cv2
 import numpy as np
 
-from data_tools.sources.images import png
 from pipeline.data.loading.decode import decode, exif_orientation
 
 _SUN_PIXELS = 120_000
@@ -61,14 +60,6 @@ def as_stored(data: bytes) -> bytes:
     DecodeError.
     """
     return data.replace(b"Exif\0\0", bytes(6)) if exif_orientation(data) != 1 else data
-
-
-def dsprites(data: bytes) -> bytes:
-    """The sprite in white: tensorflow_datasets stores its pixels as 0 and 1, and VTAB multiplies them by 255. Raises
-    DecodeError.
-    """
-    pixels = decode(data)[..., 0]
-    return png(pixels * np.uint8(255) if pixels.max() <= 1 else pixels)
 
 
 def _decode(data: bytes) -> np.ndarray:

@@ -4,7 +4,6 @@ what readers make of them: pools of samples with keys, labels and images.
 
 import functools
 import hashlib
-import itertools
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -82,15 +81,12 @@ class DatasetFiles:
     def __init__(self, dataset: DataSet, folder: AnyPath, staging: AnyPath, check: bool) -> None:
         self.dataset, self.folder, self._staging = dataset, folder, staging
         own = {name: (path, size) for path, size, _ in walk_files(folder) if (name := name_inside(path, folder))}
-        files, other = dataset.files, dataset.alternative
-        if other and other.name in own and files[0].name not in own:
-            files = (other,)
-        for file in files:
+        for file in dataset.files:
             if check and file.name in own:
                 _check(own[file.name][0], file)
-        self.unchecked = [file.name for file in files if not file.sha256 or file.name not in own]
+        self.unchecked = [file.name for file in dataset.files if not file.sha256 or file.name not in own]
         self._places: dict[str, FileLocation] = {}
-        for name in [*(file.name for file in files), _INNER]:
+        for name in [*(file.name for file in dataset.files), _INNER]:
             if name in own and name.endswith(_ARCHIVES):
                 with archive.damage_named(own[name][0], Exception):
                     for place in self._members(own[name][0]):
@@ -98,17 +94,17 @@ class DatasetFiles:
         for name, (_, size) in own.items():
             self._places.setdefault(name, FileLocation(name, "", 0, size))
 
-    def below(self, *folders: str) -> dict[str, FileLocation]:
-        """Returns name inside the folder -> place, for all files in folders of these names at any depth. Raises
+    def below(self, folder: str) -> dict[str, FileLocation]:
+        """Returns name inside the folder -> place, for all files in folders of this name at any depth. Raises
         UserError.
         """
         found: dict[str, FileLocation] = {}
-        for folder, (name, place) in itertools.product(folders, self._places.items()):
+        for name, place in self._places.items():
             before, mark, rest = f"/{name}".partition(f"/{folder}/")
             if mark and not is_hidden(before) and not is_hidden(rest):
                 found.setdefault(rest, place)
         if not found:
-            raise self.missing(f"a folder {' or '.join(folders)}")
+            raise self.missing(f"a folder {folder}")
         return dict(sorted(found.items()))
 
     def matching(self, pattern: str) -> list[FileLocation]:
@@ -172,8 +168,6 @@ class DatasetFiles:
 def sources_of(dataset: DataSet) -> str:
     """Returns a sentence that names the files, their URLs and how to get them."""
     files = ", ".join(f"{file.name} ({file.url})" for file in dataset.files)
-    if other := dataset.alternative:
-        files += f", or of {other.name} ({other.url})"
     return f"{dataset.name} consists of {files}{f'; {dataset.hint}' if dataset.hint else ''}."
 
 

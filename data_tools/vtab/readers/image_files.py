@@ -102,8 +102,8 @@ def sun397(files: DatasetFiles, task: Task) -> Original:
 
 
 def eurosat(files: DatasetFiles, task: Task) -> Original:
-    """2750/<Class>/<Class>_<number>.jpg (EuroSAT_RGB/... in the newer archive), all in one pool."""
-    return _class_folders(files.below("2750", "EuroSAT_RGB"))
+    """EuroSAT_RGB/<Class>/<Class>_<number>.jpg, all in one pool."""
+    return _class_folders(files.below("EuroSAT_RGB"))
 
 
 def resisc45(files: DatasetFiles, task: Task) -> Original:

@@ -13,7 +13,6 @@ Jobs that make shards or index existing ones call `write_dataset`, all others `o
 a bucket (`pipeline/data/storage/bucket.py`). Needs pyarrow and numpy only.
 """
 
-import difflib
 import hashlib
 import itertools
 import json
@@ -42,7 +41,6 @@ from pipeline.data.storage.cache import Storage
 from pipeline.data.storage.checksums import CheckedFile, cache_home, chunk_digests, digest_of
 from pipeline.data.storage.parquet import REMEDY, SingleThreaded, open_parquet, reading
 from pipeline.data.storage.tars import TarsToCheck, refuse_problems
-from pipeline.process.outputs import kind_of, results_in
 from pipeline.settings.quantities import Limit
 
 __all__ = ["SAMPLES_FILE", "Dataset", "Shard", "Split", "open_dataset", "write_dataset"]
@@ -244,13 +242,11 @@ class Dataset:
         )
 
     def without_split(self, name: str) -> str:
-        """What is said of a split that the data set does not have: those that it has, and which one may be meant."""
+        """What is said of a split that the data set does not have: those that it has, or how to make one."""
         there = [split for split, count in self.info["samples"].items() if count]
-        near = difflib.get_close_matches(name, there, 1)
-        near = near or [split for split in there if not split.startswith("train") and name != "train"]
         has = f"{self.path} has no split {name!r}. It has: {', '.join(there)}."
-        if near:
-            return f"{has} Did you mean {near[0]}?"
+        if there != ["train"]:
+            return has
         return f"{has} launch/shard.py holds out images as val with val_share=0.1 and another out=..."
 
     def refuse_unmeasured(self) -> None:
@@ -292,10 +288,6 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
         remedy = f"If {path} holds images, shard them: {command} . {remedy}"
         if path.is_file():
             raise UserError(f"{path} is a file, not a data set. {remedy}")
-        if (kind := kind_of(path)) not in (None, "data set"):
-            raise UserError(f"{path} is not a data set: it holds results of another kind ({kind}).")
-        if inner := results_in(path).get("data set"):
-            raise UserError(f"{path} has data sets in it. Name one, as {inner}.")
     if not path.exists():
         way_out = f"Shard it first: python launch/shard.py source=... out={path}"
         raise UserError(missing(str(path), "data set", way_out))

@@ -25,7 +25,6 @@ import xxhash
 
 from pipeline.base import random_numbers
 from pipeline.base.random_numbers import Purpose
-from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.data.storage.host_arrays import HostArrays, new_array
 from pipeline.process.waits import Work
@@ -257,28 +256,6 @@ def balance_of(split: Split, power: float, seed: int) -> ClassBalance | None:
     if power == 1 or not split.max_labels:
         return None
     return ClassBalance(FirstLabels(split), split.shard_starts, power, seed)
-
-
-def describe_balance(split: Split, names: list[str], power: float) -> str:
-    """How often an epoch uses samples of the rarest and of the most common class; "" if power is 1. names: of all
-    labels.
-    """
-    if power == 1:
-        return ""
-    sizes, _ = _count(FirstLabels(split))
-    present = np.flatnonzero(sizes)
-    sizes = sizes[present]
-    wholes, fractions = _exact_places(sizes, power)
-    uses = (wholes + np.diff(fractions.astype(float)) / 2**64) / sizes
-
-    def of_class(at: int) -> str:
-        name = repr(names[present[at] - 1]) if present[at] else "no label"
-        return f"{uses[at]:.3g} times ({name}, {counted(int(sizes[at]), 'sample')})"
-
-    return (
-        f"data.balance = {power:g}: on average, an epoch uses each sample of the rarest class"
-        f" {of_class(int(np.argmin(sizes)))}, of the most common one {of_class(int(np.argmax(sizes)))}"
-    )
 
 
 def _exact_places(sizes: np.ndarray, power: float) -> tuple[np.ndarray, np.ndarray]:

@@ -116,9 +116,8 @@ class SampleOrder(Order):
         self.full_rounds = self.num_samples // global_batch
         leftovers = np.diff(self.bounds) - self.full_rounds * self.per_round
         self.leftover_starts = np.concatenate([[0], np.cumsum(leftovers)])
-        # A batch spans at most two epochs, and usually two windows per stream (more if it is larger than the windows).
-        # The files of a balanced epoch are large, so only one is kept.
-        self._epoch = lru_cache(1 if balance else 2)(self._lay_out)
+        self._kept: tuple[int, _Epoch] | None = None
+        # A batch usually spans two windows per stream (more if it is larger than the windows).
         self._window_order = lru_cache(2 * len(self.bounds))(self._shuffle_window)
 
     def epochs(self, positions: np.ndarray) -> np.ndarray:
@@ -126,19 +125,14 @@ class SampleOrder(Order):
 
     def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         epochs, within = np.divmod(np.asarray(positions, dtype=np.int64), self.num_samples)
-        rows = np.empty_like(within)
-        uses = epochs if self.balance is None else np.empty_like(epochs)
-        for epoch in np.unique(epochs):
+        rows, uses = np.empty_like(within), np.empty_like(within)
+        for epoch in np.unique(epochs).tolist():
             of_epoch = epochs == epoch
-            block, place = self._find_in_epoch(int(epoch), within[of_epoch])
-            if contents := self._epoch(int(epoch)).contents:
-                place = contents.rows[place]
-                uses[of_epoch] = contents.used(place) + contents.copies[block]
-            rows[of_epoch] = place
+            rows[of_epoch], uses[of_epoch] = self._rows_of_epoch(epoch, within[of_epoch])
         return rows, uses
 
-    def _find_in_epoch(self, epoch: int, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(block, place) of positions in an epoch; a place is a row of the split, or of the epoch's contents."""
+    def _rows_of_epoch(self, epoch: int, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """`rows` of positions in an epoch."""
         # Full rounds interleave the streams; the rest of each stream follows, one stream after another.
         in_rounds = self.full_rounds * self.global_batch
         round_number, in_round = np.divmod(position, self.global_batch)
@@ -151,11 +145,16 @@ class SampleOrder(Order):
 
         place = self._shuffled_in_windows(epoch, stream, index)
         laid_out = self._epoch(epoch)
-        if laid_out.contents:
-            place = laid_out.contents.unmerge(place)
+        contents = laid_out.contents
+        if contents:
+            place = contents.unmerge(place)
         turn = np.searchsorted(laid_out.ends, place, side="right")
         block = laid_out.blocks[turn]
-        return block, place - laid_out.ends[turn] + laid_out.starts[block + 1]
+        place += laid_out.starts[block + 1] - laid_out.ends[turn]
+        if not contents:
+            return place, np.full_like(place, epoch)
+        rows = contents.rows[place]
+        return rows, contents.used(rows) + contents.copies[block]
 
     def _shuffled_in_windows(self, epoch: int, stream: np.ndarray, index: np.ndarray) -> np.ndarray:
         """Places of these samples of streams, numbered through all streams, before each window was shuffled."""
@@ -181,6 +180,13 @@ class SampleOrder(Order):
         length = min(self.window, int(self.bounds[stream + 1]) - first)
         order = random_numbers.permutation(length, self.seed, Purpose.WINDOW_ORDER, epoch, stream, window)
         return order.astype(np.min_scalar_type(self.window))
+
+    def _epoch(self, epoch: int) -> _Epoch:
+        if self._kept is None or self._kept[0] != epoch:
+            # The files of a balanced epoch are large: those of another one are removed before these are made.
+            self._kept = None
+            self._kept = epoch, self._lay_out(epoch)
+        return self._kept[1]
 
     def _lay_out(self, epoch: int) -> _Epoch:
         if self.balance:

@@ -32,8 +32,6 @@ class Mixture(NamedTuple):
 
 def mixture_of(data: DataConfig) -> Mixture:
     """The sets and phases of a run. Raises UserError for entries that contradict one another."""
-    if data.weight != 1 and not data.mix:
-        raise UserError(f"data.weight = {data.weight:g} has no effect without data.mix. Leave it at 1.")
     main = MixedSet(path=data.path, weight=data.weight, split=data.train_split, exclude=data.exclude, limit=data.limit)
     sets, weights = {main.name: main}, {(0, main.name): main.weight}
     for number, entry in enumerate(data.mix):
@@ -46,8 +44,6 @@ def mixture_of(data: DataConfig) -> Mixture:
                 " of data.path is data.weight). Leave one of them out, or give one of them labels: false"
                 " (train.loss=pseudo_labels)."
             )
-        if not entry.weight and not entry.from_step:
-            raise UserError(f"{where}.weight = 0: leave the set out, or end it at a later step with from_step.")
         weights[entry.from_step, entry.name] = entry.weight
         known = sets.setdefault(entry.name, entry)
         for name in _DETAILS:

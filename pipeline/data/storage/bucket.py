@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pipeline.base.errors import UserError
-from pipeline.data.storage.object_store import BucketPath, key_of_url, temporary_file
+from pipeline.data.storage.object_store import BucketPath, temporary_file
 from pipeline.data.storage.retry import Retry
 
 AnyPath = Path | BucketPath
@@ -34,7 +34,7 @@ def to_path(location: str | Path | BucketPath, retry: Retry | None = None) -> An
     if scheme not in ("s3", "gs"):
         raise UserError(f"{location}: {scheme}:// is not supported. Use a local folder, s3://... or gs://...")
     key, _, query = rest.partition("?")
-    key = key_of_url("/".join(part for part in key.split("/") if part))
+    key = "/".join(part for part in key.split("/") if part)
     if not key or not set(_OPTIONS).issuperset(urllib.parse.parse_qs(query, keep_blank_values=True)):
         raise UserError(
             f"{location}: write {scheme}://bucket/folder, and options as ?region=...&scheme=http (known:"

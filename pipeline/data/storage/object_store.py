@@ -12,7 +12,6 @@ import functools
 import io
 import os
 import posixpath
-import re
 import tempfile
 import typing
 import urllib.parse
@@ -38,8 +37,6 @@ _CONNECT_SECONDS = 5.0
 _PART_ATTEMPTS = 5
 # A whole object is downloaded in pieces, because one connection carries only some 50-100 MB/s.
 _PIECE, _CONNECTIONS = 8 * 2**20, 4
-# How a URL holds a question mark of a key, and with further 25s what looks like one: see `key_in_url`.
-_ESCAPED = re.compile("%((?:25)*)3F")
 
 
 class ObjectStat(NamedTuple):
@@ -63,7 +60,7 @@ class BucketPath:
     retry: Retry = field(default_factory=Retry, repr=False, compare=False)
 
     def __str__(self) -> str:
-        return f"{self.scheme}://{key_in_url(self.key)}" + (f"?{self.query}" if self.query else "")
+        return f"{self.scheme}://{self.key}" + (f"?{self.query}" if self.query else "")
 
     def __truediv__(self, name: str) -> "BucketPath":
         if not name:
@@ -228,16 +225,6 @@ class BucketPath:
 
         selector = fs.FileSelector(self.key, recursive=recursive, allow_not_found=True)
         return self.request(lambda: self.connection().get_file_info(selector))
-
-
-def key_in_url(key: str) -> str:
-    """A key as in a URL, where a question mark begins the options: names that came from the web have some."""
-    return _ESCAPED.sub(r"%25\g<1>3F", key).replace("?", "%3F")
-
-
-def key_of_url(text: str) -> str:
-    """The inverse of `key_in_url`."""
-    return _ESCAPED.sub(lambda match: f"%{match[1][2:]}3F" if match[1] else "?", text)
 
 
 class RangeReader(io.RawIOBase):

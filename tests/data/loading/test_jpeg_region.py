@@ -73,14 +73,6 @@ def test_columns_at_the_edges_of_a_region() -> None:
                 assert np.array_equal(found, whole[5:14, left:right]), (subsampling, left, right)
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_regions_of_turned_pictures(orientation: int, encode: Encode) -> None:
-    tags = Image.Exif()
-    tags[0x0112] = orientation
-    check(encode(noise(45, 77), "JPEG", exif=tags), alone=True)
-    check(encode(noise(19, 26), "TIFF", exif=tags), count=5)
-
-
 def test_other_kinds_are_decoded_whole(encode: Encode) -> None:
     check(encode(noise(40, 50), "JPEG", progressive=True), alone=False)
     check(encode(Image.fromarray(noise(40, 50)).convert("CMYK"), "JPEG"), alone=False)
@@ -95,17 +87,6 @@ def test_restart_markers_and_a_thumbnail(encode: Encode) -> None:
     thumbnail[0x0112] = 6
     thumbnail.get_ifd(0x8769)[0x927C] = encode(noise(16, 16), "JPEG")
     check(encode(noise(90, 70), "JPEG", exif=thumbnail), alone=True)
-
-
-def test_the_same_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [simplejpeg.encode_jpeg(noise(70, 90, i), 85, colorsubsampling=s) for i, s in enumerate(("444", "420"))]
-    chosen = [(3, 17, 40, 55), (0, 32, 70, 58), (69, 0, 1, 90)]
-    found = [decode(data, lambda h, w, r=region: r) for data in files for region in chosen]
-    monkeypatch.setattr(jpeg_region, "_LIBRARY", None)
-    assert jpeg_region.decode(files[0], lambda h, w: chosen[0]) is None
-    again = [decode(data, lambda h, w, r=region: r) for data in files for region in chosen]
-    for a, b in zip(found, again, strict=True):
-        assert np.array_equal(a, b)
 
 
 def test_a_cut_file_is_refused_wherever_the_region_is() -> None:

@@ -1,7 +1,7 @@
-"""Distortions and crops against what torchvision 0.28.0 itself makes of the same pixels, written by
-tests/data/loading/write_torchvision.py.
+"""Distortions and crops against what torchvision 0.28.0 itself made of the same pixels, as uint8 tensors (torch 2.13.0;
+images and results are in torchvision.npz).
 
-Its results are those of uint8 tensors. The largest differences are stated with their reasons; most values are equal.
+The largest differences are stated with their reasons; most values are equal.
 """
 
 from collections.abc import Callable

@@ -11,7 +11,9 @@ import torch
 from tiny import make_dataset
 
 from pipeline.architecture.pixels import FULL_RANGE, RGB8, Pixels
+from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
+from pipeline.base.random_numbers import Purpose
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.augment import ANTIALIAS, BICUBIC, resize, write_train_view
 from pipeline.data.loading.decode import DecodeError, decode
@@ -26,7 +28,6 @@ from pipeline.settings.run import AugmentConfig
 CPU = torch.device("cpu")
 TYPES = ("uint8", "uint16", "int16", "float32")
 WITHOUT_FLIP = AugmentConfig(crop="none", flip=False)
-SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
 def pixels_of(channels: int, kind: str, **more: object) -> Pixels:
@@ -169,22 +170,8 @@ def test_resizing_against_float64(method: int, kind: str, channels: int) -> None
 
 
 # ---------------------------------------------------------------------- augmentations
-def hashed(*parts: int) -> int:
-    """SplitMix64's finalizer over integers, written anew in Python's."""
-    state, (golden, first, second) = 0, SPLITMIX
-    for part in parts:
-        state = (state + golden + part) % 2**64
-        state = ((state ^ state >> 30) * first) % 2**64
-        state = ((state ^ state >> 27) * second) % 2**64
-        state ^= state >> 31
-    return state
-
-
 def drawn(name: str, sample: int, draw: int) -> float:
-    from hashlib import blake2b
-
-    purpose = int.from_bytes(blake2b(name.encode(), digest_size=7).digest())
-    return (hashed(3, purpose, 2, sample, draw) >> 11) * 2.0**-53
+    return random_numbers.draws(3, Purpose.named(name), 2, sample)(draw)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -277,13 +264,6 @@ def test_augmentations_of_colours_are_refused_by_name_for_other_images(name: str
     for pixels in (pixels_of(3, "uint8"), Pixels.full_range(RGB8.channels, "uint16"), pixels_of(1, "float32")):
         with pytest.raises(UserError, match=f"augment.{name}"):
             train_views((Views(1, 8, config),), 0, pixels=pixels)
-
-
-def test_turns_need_square_views_and_dropped_channels_others() -> None:
-    with pytest.raises(UserError, match=r"augment\.turns"):
-        AugmentConfig(turns=True).check_views(ImageSize(8, 12), RGB8)
-    with pytest.raises(UserError, match=r"augment\.drop_channels"):
-        AugmentConfig(drop_channels=0.1).check_views(ImageSize(8, 8), pixels_of(1, "uint8"))
 
 
 # ---------------------------------------------------------------------- pictures

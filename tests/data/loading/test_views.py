@@ -1,7 +1,6 @@
 """Several views of an image: one decoding, each view as if it were drawn alone, the same in any batch."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -179,18 +178,3 @@ def test_what_is_shown_is_the_crop_that_is_evaluated(
     reduced = outs[1].reshape(20, 8, 24, 8, 3).mean((1, 3))
     assert np.abs(reduced - outs[0]).max() < 1.5
     assert shown_view(config, 224).shapes == ((1, 224, 224),)
-
-
-def test_writers_are_used_by_many_threads_at_once(dataset: Dataset) -> None:
-    split, writer = dataset.split("train"), train_views(GROUPS, SEED)
-    reader = ShardReader(split)
-
-    def draw(row: int) -> list[np.ndarray]:
-        outs = [np.empty((n, n, 3), np.uint8) for n in (64, 64, 32, 32, 32)]
-        writer.write(reader.read(row), outs, 0, row)
-        return outs
-
-    expected = [draw(row) for row in range(COUNT)]
-    with ThreadPoolExecutor(8) as pool:
-        for row, outs in zip(list(range(COUNT)) * 4, pool.map(draw, list(range(COUNT)) * 4), strict=True):
-            assert all(np.array_equal(a, b) for a, b in zip(outs, expected[row], strict=True))

@@ -29,7 +29,7 @@ from pipeline.data.mixture.run_data import RunData, open_run_data
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.evaluate.probes.probe import open_run_probe
 from pipeline.settings import schema
-from pipeline.settings.run import AugmentConfig, DataConfig, MixedSet, RunConfig, RunProbeConfig
+from pipeline.settings.run import AugmentConfig, DataConfig, MixedSet, RunConfig
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +111,6 @@ def test_a_balance_is_within_each_set(sets: Path) -> None:
         assert np.ptp(np.bincount(of_epoch)) <= 2  # Each within one of its share.
 
 
-def test_an_objective_without_labels_takes_any_set(sets: Path) -> None:
-    for labels in ("unread", "scored"):
-        data = opened(sets, "{path: bare, weight: 1}", labels=labels)
-        assert data.dataset.classes == open_dataset(sets / "a").classes
-        assert data.split.labels_of(100).tolist() == []
-        assert data.split.max_labels == 1
-
-
 def test_where_labels_are_only_scored_those_of_evaluated_sets_are_joined(sets: Path) -> None:
     """Any images may be learned from: classes of their own kept a set of others from being used."""
     of_images = opened(sets, "{path: b, weight: 1, class_map: {class0: other}}", labels="scored")
@@ -184,7 +176,6 @@ def test_each_set_has_its_own_budget_of_unreadable_images(sets: Path) -> None:
 @pytest.mark.parametrize(
     ("mix", "reason"),
     [
-        ("{path: b, weight: 0}", r"data.mix\[0\].weight = 0: leave the set out"),
         ("{path: b, weight: 1e-7}", "a weight is below 7.6e-06 of the sum"),
         (
             "{path: a, weight: 1}",
@@ -315,8 +306,6 @@ def test_phases_are_the_weights_from_each_step_on(sets: Path) -> None:
     mixture = mixture_of(of_run.data)
     assert [entry.path.rpartition("/")[2] for entry in mixture.sets] == ["a", "b", "bare"]
     assert [(start, *of.counts.tolist()) for start, of in mixture.phases] == [(0, 1, 1, 0), (9, 1, 0, 3)]
-    with pytest.raises(UserError, match=r"data.weight = 2 has no effect without data.mix"):
-        opened(sets, "", "data.weight=2")
 
 
 def test_another_class_map_is_another_mixture_once_the_set_was_used(sets: Path) -> None:
@@ -333,14 +322,6 @@ def test_another_class_map_is_another_mixture_once_the_set_was_used(sets: Path) 
     assert 'with class_map {"class0": "other"}' in mixed_until(first, 9)
     later = [identity(f"{{class{n}: other}}", ", from_step: 9") for n in range(2)]
     assert mixed_until(later[0], 9) == mixed_until(later[1], 9)
-
-
-def test_metrics_are_named_after_the_folder_of_a_url() -> None:
-    """With the options in it, two sets of one endpoint had the same names, which no other folder could have changed."""
-    for options in ("", "?endpoint_override=http://10.0.0.5:9000", "/?region=eu-west-1"):
-        entry = MixedSet(path=f"s3://bucket/web{options}", weight=1, eval_split="val")
-        assert entry.evaluated == {"web_val": "val"}
-        assert list(RunProbeConfig(data=entry.path).tested) == ["web"]
 
 
 def test_targets_are_chosen_by_name_in_every_set(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from polling import until
 
 from pipeline.base.errors import Interrupted
-from pipeline.data.storage.retry import Retry, StorageError
+from pipeline.data.storage.retry import Retry
 from pipeline.process import waits
 
 Late = Callable[[], str]
@@ -32,21 +32,6 @@ def test_a_wait_is_said_once(late: Late, capsys: pytest.CaptureFixture[str]) -> 
     retry = Retry(seconds=600, setting="data.retry_minutes")
     assert [retry.call(f"s3://bucket/{name}", late) for name in "xyz"] == ["content"] * 3
     assert capsys.readouterr().err == "waiting for s3://bucket/x, at most 10 min (data.retry_minutes)\n"
-
-
-def test_an_impossible_endpoint_is_not_retried() -> None:
-    """The message is pyarrow's of `?endpoint_override=foo bar`; it was retried for ten minutes."""
-    retry = Retry(seconds=600)
-
-    def fail() -> None:
-        raise OSError(
-            "When getting information for key 'x' in bucket 'b': AWS Error VALIDATION during HeadObject operation:"
-            " Invalid DNS Label found in URI host"
-        )
-
-    with pytest.raises(StorageError, match="no valid URL can be made of the bucket's name and the endpoint"):
-        retry.call("s3://b/x", fail)
-    assert retry.retries == 0
 
 
 @pytest.mark.parametrize("method", [Retry.call, Retry.read_file])

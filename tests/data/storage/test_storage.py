@@ -1,6 +1,5 @@
 """Data sets in a bucket are read and written like local ones; a node's ranks share one cache of their shards."""
 
-import inspect
 import os
 import signal
 import subprocess
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from faulty_s3 import S3, bucket_path, copy_folder, put, slow, stall
@@ -27,7 +25,6 @@ from pipeline.data.storage import object_store, tars
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import name_inside, remove_tree, to_path, walk_files
 from pipeline.data.storage.cache import ShardCache, Storage
-from pipeline.data.storage.parquet import open_parquet
 from pipeline.data.storage.retry import Retry
 from pipeline.settings.run import AugmentConfig
 
@@ -56,10 +53,6 @@ def test_locations() -> None:
     assert str(path / "c.tar") == "s3://bucket/a/b/c.tar?region=eu-west-1"
     assert str(to_path(str(path / "c.tar"))) == str(path / "c.tar")
     assert (path / "c.tar").name == "c.tar"
-    for name in ("what?.jpg", "a%3Fb", "a%253F?b", "100 %/x%25.jpg"):
-        for start in (path, to_path("gs://bucket")):
-            assert to_path(str(start / name)) == start / name, name
-    assert str(path / "what?.jpg") == "s3://bucket/a/b/what%3F.jpg?region=eu-west-1"
     assert name_inside(path / "c.tar", to_path("s3://bucket/a")) == "b/c.tar"
     assert name_inside(to_path("s3://bucket/ab"), to_path("s3://bucket/a")) is None
     assert name_inside(Path("/a/.b/c"), Path("/a")) == ".b/c"
@@ -115,19 +108,6 @@ def test_objects_are_files(store: str, request: pytest.FixtureRequest) -> None:
     remove_tree(folder)
     remove_tree(folder)
     assert list(walk_files(folder)) == []
-
-
-def test_tables_in_a_bucket_are_read_without_arrows_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With them, a process may hang or abort when it ends. Row groups, of which indexes are made, were read with
-    them.
-    """
-    pq.write_table(pa.table({"a": [1, 2]}), tmp_path / "a.parquet")
-    path = to_path("s3://bucket/a.parquet")
-    monkeypatch.setattr(type(path), "open", lambda path: (tmp_path / "a.parquet").open("rb"))
-    for method in ("read", "read_row_group", "iter_batches"):
-        arguments = inspect.signature(getattr(open_parquet(path), method)).parameters
-        assert arguments["use_threads"].default is False, method
-    assert open_parquet(path).read_row_group(0, columns=["a"]).to_pydict() == {"a": [1, 2]}
 
 
 def test_what_fails_while_it_is_written_is_not_there(s3: Server) -> None:
@@ -318,39 +298,6 @@ def test_looking_ahead_is_bounded_by_the_cache(s3: Server, dataset: Path, tmp_pa
         # The requests of this shard, and the first of the next.
         assert len(asked) - seen <= 5
     reader.close()
-
-
-@pytest.mark.slow
-def test_a_process_that_ends_downloads_no_further_piece(s3: Server, dataset: Path, tmp_path: Path) -> None:
-    """The interpreter waited for those that were queued: of a large shard, for a minute. Arrow waits for those that are
-    asked for.
-    """
-    server, url = s3
-    copy_folder(dataset, f"{url}/tiny")
-    code = f"""
-import sys, numpy as np
-from pathlib import Path
-from pipeline.data.dataset.manifest import open_dataset
-from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.data.storage import object_store
-from pipeline.data.storage.cache import ShardCache, Storage
-from pipeline.data.storage.retry import Retry
-from pipeline.process import waits
-object_store._PIECE, waits.NOTICE_SECONDS = 64, 600.0
-storage = Storage(Retry(60), ShardCache(Path({str(tmp_path)!r}), 10**9))
-reader = ShardReader(open_dataset({f"{url}/tiny"!r}, storage).split("train"))
-next(reader.ahead((np.array([row]),) for row in range(150)))
-sys.stdin.read()
-"""
-    server.requests.clear()
-    server.fail(slow, content_of_shards(url))
-    pipe = subprocess.PIPE
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=pipe, stderr=pipe, text=True)
-    until(lambda: downloads(server) or process.poll() is not None)
-    assert process.communicate(timeout=300) == (None, "")
-    assert process.returncode == 0
-    pieces = sum(path.stat().st_size for path in dataset.glob("train-*.tar")) // 64
-    assert 1 <= len(downloads(server)) < pieces / 10
 
 
 def test_a_forked_process_reads_on(s3: Server) -> None:

@@ -3,20 +3,16 @@ splits.
 """
 
 import io
-import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
 import scipy.ndimage
 import simplejpeg
-import vtab_originals
 from PIL import Image
-from raw_images import encoded, noise, write_zip
-from vtab_originals import Truth, tfrecord, turned
+from raw_images import encoded, noise
+from vtab_originals import tfrecord, turned
 
 from data_tools.vtab.datasets import DATASETS
-from data_tools.vtab.origin import Origin, read_original
 from data_tools.vtab.readers import convert, labels
 from data_tools.vtab.readers.tfrecords import crc32c, records
 from data_tools.vtab.split import choose, hashed_order
@@ -130,24 +126,6 @@ def test_a_retinopathy_image_whose_eye_is_not_found() -> None:
     assert decode(convert.retinopathy(black)).shape == (540, 540, 3)
     with pytest.raises(DecodeError):
         convert.retinopathy(b"\xff\xd8\xffno image")
-
-
-def test_eurosat_from_the_archive_on_zenodo(tmp_path: Path) -> None:
-    """Its folder has another name than that of the archive which tensorflow_datasets reads."""
-    (task,) = (task for task in TASKS if task.name == "eurosat")
-    truth = Truth()
-    (tmp_path / "old").mkdir()
-    vtab_originals.eurosat(tmp_path / "old", truth)
-    with zipfile.ZipFile(tmp_path / "old" / "EuroSAT.zip") as old:
-        files = {name.replace("2750/", "EuroSAT_RGB/", 1): old.read(name) for name in old.namelist()}
-    new = tmp_path / "originals" / "eurosat"
-    new.mkdir(parents=True)
-    write_zip(files, new / "EuroSAT_RGB.zip")
-    origin = Origin("originals", new)
-    (pool,) = read_original(task, origin, tmp_path, published=False).pools.values()
-    assert dict(zip(pool.keys, pool.labels.tolist(), strict=True)) == truth.labels["eurosat"]["train"]
-    with pytest.raises(UserError, match=r"EuroSAT_RGB\.zip has [\d,]+ bytes, but 94,658,721 were published"):
-        read_original(task, origin, tmp_path, published=True)
 
 
 def test_an_image_is_read_as_it_is_stored() -> None:
