@@ -1,7 +1,7 @@
 """Command: measure how fast one GPU trains. See `data_tools/bench/`.
 
 Measure how fast one GPU trains, and which settings are the fastest that keep the loss and repeat bit for bit: eager and
-compiled, fused optimizer, deterministic kernels, batch sizes. Takes at most `seconds`;
+compiled, fused optimizer, deterministic kernels, batch sizes; the engine, from real shards. Takes at most `seconds`;
 results are written as they are measured.
 
   python launch/bench.py gpu json=gpu.json

@@ -11,6 +11,7 @@ import platform
 import re
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -92,24 +93,53 @@ class GpuBench:
         first, others = self.cases[0], self.cases[1:]
         compiled = replace(DEFAULTS, compile=True)
         for row in self.apart("product", gpu_step.matrix_product, self.config.device):
-            self.machine |= {"gpu": row["gpu"]} if "gpu" in row else {}
+            self.machine |= {name: row[name] for name in ("gpu", "clocks") if name in row}
         self.steps(first, Setup(), Setup(deterministic=True), DEFAULTS, compiled)
+        for setup in (DEFAULTS, compiled):
+            self.apart(f"profile {first.name}, batch {first.batch}, {setup}", gpu_step.profile, first, setup)
+        self.apart(f"product of {first.name}", gpu_step.block_products, first)
+        for deterministic in (True, False):
+            self.apart(f"attention deterministic={deterministic}", gpu_step.attention_kernels, first, deterministic)
         images = replace(first, batch=4 * first.batch)
         self.apart(f"objectives {first.name}, mae", gpu_step.objective, images, "mae")
+        for setup in (DEFAULTS, compiled):
+            self._same_bits(first, setup)
         for case in others[:1]:
             self.steps(case, DEFAULTS, compiled)
+        self._from_shards(first)
         for loss in _OBJECTIVES[first.device]:
             self.apart(f"objectives {first.name}, {loss}", gpu_step.objective, first, loss)
+        self.apart(f"fit {first.name}", gpu_step.fits, first)
         self.steps(first, replace(DEFAULTS, fused=False), replace(DEFAULTS, deterministic=False))
         fastest = self.fastest(first.name, first.batch)
         best = Setup(**fastest["setup"]) if fastest else DEFAULTS
         for case in [*others, *(replace(first, batch=factor * first.batch) for factor in (2, 4))]:
             self.steps(case, Setup(), best)
+        for case in others:
+            self.apart(f"fit {case.name}", gpu_step.fits, case)
+
+    def _same_bits(self, case: Case, setup: Setup) -> None:
+        """The same steps in two processes; the second one's row also says whether they gave the same bits."""
+        name = f"bits {case.name}, {setup}"
+        rows = [row for _ in range(2) for row in self.apart(name, gpu_step.bits, case, setup) if "sha256" in row]
+        if len(rows) == 2:
+            self.add(name, {"same_bits": str(rows[0]["sha256"] == rows[1]["sha256"]).lower()})
 
     def steps(self, case: Case, *setups: Setup) -> None:
         for setup in setups:
             if self.found(case.name, case.batch, setup) is None:
                 self.apart(f"step {case.name}, batch {case.batch}, {setup}", gpu_step.measure, case, setup)
+
+    def _from_shards(self, case: Case) -> None:
+        """The engine on real shards of generated JPEGs, with a checkpoint in each round and few or many log lines."""
+        num_images, steps = (1600, 40) if case.device == "cuda" else (8 * case.batch, 4)
+        with tempfile.TemporaryDirectory() as folder:
+            rows = self.apart("shards made", _make_shards, Path(folder), num_images)
+            if not rows or "failed" in rows[-1]:
+                return
+            for log_every in (steps, 1):
+                name = f"shards {case.name}, batch {case.batch}, train.log_every={log_every}"
+                self.apart(name, gpu_step.from_shards, case, f"{folder}/shards", steps, log_every, self.config.decoders)
 
     def apart(self, name: str, work: Callable[..., Iterator[Row]], *arguments: Any) -> list[Row]:
         """Run and record one measurement in a process of its own; returns its rows."""
@@ -171,7 +201,7 @@ class GpuBench:
             )
         ]
         for part in dict.fromkeys(row["name"].split()[0] for row in self.rows):
-            rows = [row for row in self.rows if row["name"].split()[0] == part]
+            rows = [row for row in self.rows if row["name"].split()[0] == part and "made" not in row]
             columns = [*dict.fromkeys(name for row in rows for name in row if isinstance(row[name], int | float | str))]
             if rows:
                 blocks.append(Table(columns, [[_shown(row.get(name)) for name in columns] for row in rows]))
@@ -191,3 +221,39 @@ class GpuBench:
 
 def _shown(value: float | str | None) -> str:
     return f"{value:,.5g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def _make_shards(folder: Path, num_images: int) -> Iterator[Row]:
+    """Write a data set of generated JPEGs to `folder`/shards, as `launch/shard.py` does, but without Ray.
+
+    They repeat a few distinct JPEGs of blurred noise, each with as many pixels as ImageNet's, and about as many bytes.
+    """
+    import cv2
+    import numpy as np
+    import simplejpeg
+
+    from data_tools.sharding import shard
+    from data_tools.sharding.holdout import hold_out
+    from data_tools.sharding.write_shard import part_path, read_rows, write_planned
+    from data_tools.sources import list_source
+    from data_tools.sources.split_files import PARTS
+    from pipeline.data.dataset.manifest import write_dataset
+    from pipeline.settings.commands.data import ShardConfig
+
+    source, out = folder / "raw", folder / "shards"
+    (out / PARTS).mkdir(parents=True)
+    jpegs = []
+    for number in range(64):
+        coarse = np.random.default_rng(number).integers(0, 256, (62, 83, 3), np.uint8)
+        jpegs.append(simplejpeg.encode_jpeg(cv2.resize(coarse, (500, 375), interpolation=cv2.INTER_CUBIC), quality=90))
+    for number in range(num_images):
+        path = source / f"class{number % 10}" / f"{number:06d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpegs[number % len(jpegs)])
+    config = ShardConfig(source=str(source), out=str(out), holdout_per_class=2, samples_per_shard=256, inspect="header")
+    listing = hold_out(list_source(source, config, folder / "staging"), config)
+    jobs = shard.make_jobs(listing, shard.make_plan(listing, config, out), config, out, {})
+    shards = [write_planned(job).shard for job in jobs]
+    tables = (read_rows(part_path(out, one.name)) for one in shards)
+    write_dataset(out, shards, tables, listing.classes, {"made by": "bench.py gpu"}, {})
+    yield {"made": len(shards)}

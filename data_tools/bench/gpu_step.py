@@ -6,11 +6,20 @@ process. Models start from the same weights, and see one batch.
 """
 
 import copy
+import hashlib
 import itertools
 import math
+import os
+import re
+import statistics
+import subprocess
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +32,12 @@ from pipeline import model as models
 from pipeline import objectives
 from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
+from pipeline.base.words import on_one_line
 from pipeline.data.loading.loader import normalise
-from pipeline.estimate.memory import rank_memory
+from pipeline.estimate.memory import most_images, rank_memory
 from pipeline.estimate.plan import make_plan
 from pipeline.model.layers import kernel_names
+from pipeline.monitor.metrics_file import read_metrics
 from pipeline.monitor.profile import StepClock, device_memory, peak_memory
 from pipeline.objectives import Objective
 from pipeline.objectives.parameters import optimizers
@@ -36,8 +47,18 @@ from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import OptimizerConfig, RunConfig
 
 Step = Callable[[], Tensor]
-_LR = 1e-4
-_CHECKED_STEPS = 5
+_LR, _MAX_BATCH = 1e-4, 16_384
+_CHECKED_STEPS, _PROFILED_STEPS = 5, 5
+_SHOWN_KERNELS, _NAME_LENGTH = 25, 90
+# Words in the names of kernels; the first kind that fits counts.
+_KINDS = {
+    "attention": r"flash|fmha|sdpa|attention|softmax",
+    "norms": r"norm",
+    "optimizer and gradients": r"adam|multi_tensor|foreach",
+    "products": r"gemm|cutlass|nvjet|xmma|addmm|::mm|bmm|conv|linear",
+    "copies": r"memcpy|memset|copy|cat|fill|zero_|contiguous",
+    "elementwise and sums": r"elementwise|triton|reduce|gelu|::(add|mul|div|sub|sum|mean)|normal",
+}
 
 
 @dataclass(frozen=True)
@@ -111,18 +132,156 @@ def matrix_product(device: str) -> Iterator[Row]:
     side, timed = 256, 0.2
     if device == "cuda":
         side, timed = 8192, 2.0
-        yield {"gpu": torch.cuda.get_device_name()}
-    a, b = (torch.randn(side, side, device=device).to(torch.bfloat16) for _ in "ab")
-    seconds = _median_seconds(lambda: torch.mm(a, b), timed)
+        yield {"gpu": torch.cuda.get_device_name(), "clocks": _clocks()}
+    seconds = _median_seconds(_product(side, side, side, device), timed)
     yield {"side": side, "tflops": 2 * side**3 / seconds / 1e12}
+
+
+def _clocks() -> str:
+    """Clocks and power of the GPU now, and their limits, as nvidia-smi names them."""
+    query = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,clocks_event_reasons.active"
+    try:
+        return subprocess.check_output(["nvidia-smi", f"--query-gpu={query}", "--format=csv"], text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"not measured: {error}"
+
+
+def _product(rows: int, inner: int, columns: int, device: str) -> Callable[[], Tensor]:
+    a, b = (torch.randn(*shape, device=device).to(torch.bfloat16) for shape in ((rows, inner), (inner, columns)))
+    return lambda: torch.mm(a, b)
+
+
+def block_products(case: Case) -> Iterator[Row]:
+    """A row for each dense layer of a block, in TFLOP/s: its product, and those of its two gradients."""
+    rows, D, M = case.batch * case.config.num_tokens, case.config.width, case.config.mlp_width
+    for name, (inner, columns) in {"qkv": (D, 3 * D), "out": (D, D), "up": (D, M), "down": (M, D)}.items():
+        shapes = {"forward": (rows, inner, columns), "input": (rows, columns, inner), "weight": (columns, rows, inner)}
+        found = {}
+        for of, shape in shapes.items():
+            seconds = _median_seconds(_product(*shape, case.device), case.seconds / 10)
+            found[f"{of}_tflops"] = 2 * math.prod(shape) / seconds / 1e12
+        yield {"layer": name, "rows": rows, **found}
+
+
+def attention_kernels(case: Case, deterministic: bool) -> Iterator[Row]:
+    """A row for each kernel of attention and number of tokens: forward and backward pass of one layer in bf16.
+
+    197 and 257 are the tokens of L/16 and H/14, 256 those of H/14 without a class token, 37 those of a small view.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if deterministic:
+        use_exact_arithmetic(torch.device(case.device))
+    flex: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
+    tiles = dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2"), 32)
+    names = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+    kernels = dict.fromkeys(names, F.scaled_dot_product_attention)
+    kernels |= {"flex": flex, "flex, tiles of 32": partial(flex, kernel_options=tiles)}
+    for tokens, width in ((197, 64), (257, 80), (256, 80), (37, 64)):
+        shape = (case.batch, case.config.num_heads, tokens, width)
+        inputs = [torch.randn(shape, device=case.device).to(torch.bfloat16).requires_grad_() for _ in range(3)]
+        for name, attend in kernels.items():
+            row = {"tokens": tokens, "head_dim": width, "kernel": name, "deterministic": deterministic}
+            step = partial(_forward_and_backward, attend, inputs)
+            try:
+                with sdpa_kernel(getattr(SDPBackend, name, SDPBackend.MATH)):
+                    step()
+                    seconds = _median_seconds(step, case.seconds / (4 if case.device == "cuda" else 40))
+            except Exception as error:  # What this machine or this mode does not have.
+                yield row | {"refused": f"{type(error).__name__}: {on_one_line(error)}"[:200]}
+                continue
+            yield row | {"ms": 1e3 * seconds, "tflops": 14 * math.prod(shape) * tokens / seconds / 1e12}
+
+
+def _forward_and_backward(attend: Callable[..., Tensor], inputs: list[Tensor]) -> None:
+    torch.autograd.grad(attend(*inputs).sum(), inputs)
+
+
+def profile(case: Case, setup: Setup) -> Iterator[Row]:
+    """One row of a step: ms of its parts by the engine's clock, the share of each kind of kernel in their time, and the
+    slowest kernels. "other" kernels are those of no known name.
+    """
+    engine, steps = _engine(case, setup)
+    step = steps(case.batch)
+
+    def some_steps() -> None:
+        for _ in range(_PROFILED_STEPS):
+            float(step())
+
+    some_steps()
+    engine.clock.read()
+    some_steps()
+    parts = {f"{name}_ms": 1e3 * value / _PROFILED_STEPS for name, value in engine.clock.read().items()}
+    with torch.profiler.profile() as profiler:
+        some_steps()
+    found: dict[str, float] = {}
+    for event in profiler.key_averages():
+        # With a GPU, of its kernels alone.
+        if event.device_type.name.lower() == case.device:
+            micros = event.self_device_time_total or event.self_cpu_time_total
+            found[event.key] = micros / 1e3 / _PROFILED_STEPS
+    kinds: dict[str, float] = defaultdict(float)
+    for name, ms in found.items():
+        kinds[kind_of(name)] += ms
+    total = sum(found.values())
+    slowest = sorted(found, key=lambda name: -found[name])[:_SHOWN_KERNELS]
+    yield {
+        "setup": asdict(setup),
+        "kernels_ms": total,
+        **parts,
+        **{f"{kind}_share": ms / total for kind, ms in kinds.items()},
+        "attention_kernels": sorted(name[:_NAME_LENGTH] for name in found if kind_of(name) == "attention"),
+        "slowest_ms": {name[:_NAME_LENGTH]: found[name] for name in slowest},
+    }
+
+
+def kind_of(kernel: str) -> str:
+    """What a kernel of a GPU, or an operator of a CPU, computes: a key of `_KINDS`, or "other"."""
+    return next((kind for kind, words in _KINDS.items() if re.search(words, kernel, re.IGNORECASE)), "other")
 
 
 def measure(case: Case, setup: Setup) -> Iterator[Row]:
     """One row: speed, memory and losses of the first steps."""
-    step = _engine_step(case, setup) if setup.engine else _plain_step(case, setup)
+    step = _engine(case, setup)[1](case.batch) if setup.engine else _plain_step(case, setup)
     flops = models.training_flops_per_image(case.config)
     losses, speed = _timed(case, step, flops)
     yield speed | {"setup": asdict(setup), "losses": losses, "gflops": flops / 1e9}
+
+
+def bits(case: Case, setup: Setup) -> Iterator[Row]:
+    """One row: a hash of the weights after the first steps, in a process that begins with an empty cache of compiled
+    code.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+        engine, steps = _engine(case, setup)
+        step, digest = steps(case.batch), hashlib.sha256()
+        for _ in range(_CHECKED_STEPS):
+            digest.update(step().cpu().numpy().tobytes())
+        for shard in engine.shards:
+            digest.update(shard.weights.detach().cpu().numpy().tobytes())
+        yield {"setup": asdict(setup), "sha256": digest.hexdigest()}
+
+
+def fits(case: Case) -> Iterator[Row]:
+    """Rows of the engine's peak memory at growing micro-batches, until one does not fit: around the largest that
+    `pipeline/estimate` expects to fit this GPU.
+    """
+    sizes, most = [case.batch, 2 * case.batch], 0  # A CPU has no limit that may be tried.
+    if memory := device_memory(torch.device(case.device, 0)):
+        most = most_images(settings(case), case.config, 1, 1, memory, _MAX_BATCH)
+        sizes = [max(1, round(most * share)) for share in (0.7, 0.8, 0.9, 1, 1.025, 1.05, 1.1, 1.2, 1.35, 1.5)]
+    _, steps = _engine(case, Setup(engine=True))
+    for size in sizes:
+        row = {"micro_batch": size, "predicted": most}
+        try:
+            step = steps(size)
+            float(step()), float(step())
+        except torch.OutOfMemoryError:
+            yield row | {"fits": False, "peak_memory_gib": _peak_gib(case)}
+            return
+        yield row | {"fits": True, "peak_memory_gib": _peak_gib(case)}
 
 
 def objective(case: Case, loss: str) -> Iterator[Row]:
@@ -136,13 +295,45 @@ def objective(case: Case, loss: str) -> Iterator[Row]:
     while case.batch > 1 and rank_memory(config, run, case.batch, 1, 1).total > most:
         case = replace(case, batch=case.batch // 2)
     flops = objectives.training_flops(run, config)
-    losses, speed = _timed(case, _engine_step(case, DEFAULTS, run, models.build(config)), flops)
+    losses, speed = _timed(case, _engine(case, DEFAULTS, run, models.build(config))[1](case.batch), flops)
     yield speed | {
         "setup": asdict(DEFAULTS),
         "first_losses": losses,
         "arithmetic": flops / models.training_flops_per_image(case.config),
         "predicted_gib": rank_memory(config, run, case.batch, 1, 1).total / 2**30,
     }
+
+
+def from_shards(case: Case, data: str, steps: int, log_every: int, decoders: int) -> Iterator[Row]:
+    """One row: medians over the two rounds of a run on a data set, each of `steps` steps with a checkpoint, after one
+    round more.
+
+    log_every: steps between log lines. decoders: threads.
+    The last log line precedes the evaluation at the end of the run.
+    """
+    from pipeline.train.start import run_training  # Late, as in `pipeline_engine`.
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = settings(
+            case,
+            f"out={folder}",
+            f"data.path={data}",
+            f"data.threads={decoders}",
+            f"train.length={3 * steps} steps",
+            f"train.log_every={log_every}",
+            "evaluate.every=100%",
+            f"evaluate.batch={case.batch}",
+            f"checkpoint.every={steps} steps",
+            "checkpoint.keep=1",
+            "track.enabled=false",
+            "track.figures=false",
+        )
+        run_training(run)
+        records, _ = read_metrics(Path(folder) / "bench/metrics.jsonl")
+    lines = [record.metrics for record in records if record.step > steps and "images_per_second" in record.metrics]
+    metrics = ("images_per_second", "mfu", "data_wait", "peak_memory_gib", "checkpoint_blocked_seconds")
+    found = {name: [line[name] for line in lines if name in line] for name in metrics}
+    yield {name: statistics.median(values) for name, values in found.items() if values}  # A CPU has no mfu.
 
 
 # ---------------------------------------------------------------------- steps
@@ -184,8 +375,10 @@ def _device(case: Case, setup: Setup) -> torch.device:
     return device
 
 
-def _engine_step(case: Case, setup: Setup, run: RunConfig | None = None, model: models.Model | None = None) -> Step:
-    """The engine's step of the run's objective, on noise."""
+def _engine(
+    case: Case, setup: Setup, run: RunConfig | None = None, model: models.Model | None = None
+) -> tuple[Any, Callable[[int], Step]]:
+    """The engine, and a function from a number of images to its step on so much noise, of the run's objective."""
     from pipeline.train.loop import training_step  # Late, as in `pipeline_engine`.
 
     device, run = _device(case, setup), run or settings(case)
@@ -195,11 +388,14 @@ def _engine_step(case: Case, setup: Setup, run: RunConfig | None = None, model: 
     shapes = [(group.count, *ImageSize.parse(group.size)) for group in objectives.kind(run.train.loss).views(run)]
     numbers = itertools.count()
 
-    batch = noise_views(shapes, case.batch)
-    batch.drawn.update(trained.draw(batch, training=True))
-    if device.type == "cuda":
-        batch = replace(batch, views=tuple(view.pin_memory() for view in batch.views))
-    return lambda: training_step(engine, [batch], next(numbers), _LR).loss
+    def of(size: int) -> Step:
+        batch = noise_views(shapes, size)
+        batch.drawn.update(trained.draw(batch, training=True))
+        if device.type == "cuda":
+            batch = replace(batch, views=tuple(view.pin_memory() for view in batch.views))
+        return lambda: training_step(engine, [batch], next(numbers), _LR).loss
+
+    return engine, of
 
 
 def pipeline_engine(run: RunConfig, objective: Objective, optimizer: torch.optim.Optimizer) -> Any:

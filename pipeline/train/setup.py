@@ -478,7 +478,7 @@ def _begin_run_on_all_ranks(
     """Begin what measures the run and what saves it. undone: ends threads and processes if set-up fails."""
     config, ranks, folder, console = start.config, start.ranks, start.folder, start.console
     dataset, state = start.data.dataset, start.state
-    peak, peak_source = peak_flops(ranks.device, engine.dtype)
+    peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
     model = start.model.config
     flops: int = ranks.on_main(partial(objectives.training_flops, config, model))
     learned = counted(dataset.num_classes, "class") if dataset.classes else "no labels"

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
-from pipeline.settings.quantities import PathText, PositiveShare
+from pipeline.settings.quantities import PathText, PositiveShare, Threads
 from pipeline.settings.schema import Settings, setting
 
 
@@ -23,10 +23,12 @@ class GpuBenchConfig(Settings):
     """Time for everything; what is left out for lack of time is listed."""
     candidate_seconds: PositiveFloat = 2.0
     """Time in which each configuration's steps are timed."""
-    only: list[Literal["product", "step", "objectives"]] = []
+    only: list[Literal["product", "step", "profile", "attention", "bits", "shards", "objectives", "fit"]] = []
     """Parts to measure, by the first word of their names; empty measures all."""
     batch: NonNegativeInt = 0
     """Images per step; 0 is the power of two with at most 32,768 tokens."""
     tolerance: PositiveShare = 0.005
     """Largest relative difference to the loss of the plain step, in each of the first steps, of an exact configuration.
     """
+    decoders: Threads = 14
+    """Decoding threads of the run from shards."""

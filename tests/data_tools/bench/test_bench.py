@@ -1,16 +1,66 @@
 """Measurements of loading and sharding: what is timed is what ran; what is missing or fails costs its own line only."""
 
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import measure_augmentation
 import numpy as np
 import pytest
 import simplejpeg
-from measure_loading import read_raw
+from measure_loading import Contestant, race, read_raw
 
 MEASURE = Path(__file__).parents[2] / "measure"
+
+
+def busy(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+def forking() -> Iterator[int]:
+    """Its child works for 0.1 s."""
+    child = os.fork()
+    if not child:
+        busy(0.1)
+        os._exit(0)
+    os.waitpid(child, 0)
+    yield 30
+
+
+@pytest.mark.slow
+def test_rates_leave_the_start_out_and_failures_stay_apart() -> None:
+    def slow() -> Iterator[int]:
+        time.sleep(1)  # Start-up, which is not part of the rate.
+        for _ in range(5):
+            yield 10
+            time.sleep(0.02)
+
+    def killed() -> Iterator[int]:
+        yield 1
+        os._exit(3)
+
+    found = race(
+        [
+            Contestant("slow", slow, 1),
+            Contestant("missing", slow, 1, "no_such_loader"),
+            Contestant("killed", killed, 1),
+            Contestant("forks", forking, 1, prepare=partial(busy, 0.5)),
+        ],
+        2,
+    )
+    rate, _ = found["slow"]
+    assert isinstance(rate, float)
+    assert 40 / 0.5 < rate <= 500, "40 images in 4 x 0.02 s"
+    # 30 images in 0.1 s; in 0.6 s, if what comes before the clock starts were counted.
+    assert 60 < float(found["forks"][1]) <= 300
+    assert "no_such_loader" in str(found["missing"])
+    assert "exit code 3" in str(found["killed"])
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The benchmark on a GPU, on a CPU: its whole path, its time budget, and what survives failures and kills."""
 
+import itertools
 import json
 import os
 import signal
@@ -62,6 +63,22 @@ def test_a_plain_step_trains_and_repeats() -> None:
     assert row["images_per_second"] == pytest.approx(4e3 / row["ms"])
 
 
+KERNELS = {
+    "products": "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1",
+    "attention": "void flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<Flash_bwd_kernel_traits<64, 128, 128, 8>>",
+    "norms": "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float>",
+    "optimizer and gradients": "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdam>",
+    "copies": "Memcpy HtoD (Pinned -> Device)",
+    "elementwise and sums": "triton_poi_fused_add_gelu_3",
+    "other": "void (anonymous namespace)::elsewhere<float>",
+}
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+def test_kernels_of_a_gpu_are_told_by_their_names(kind: str) -> None:
+    assert gpu_step.kind_of(KERNELS[kind]) == kind
+
+
 # ---------------------------------------------------------------------- failures, budget, kills
 def rows_then(end: str) -> Iterator[dict[str, Any]]:
     yield {"value": 1}
@@ -108,7 +125,7 @@ def measure_after_failures(file: str) -> None:
     failed = [row.get("failed", "") for row in bench.rows]
     assert failed[0] == "ValueError: two lines"
     assert [bool(text) for text in failed] == [True, False, True]
-    assert bench.apart("product", rows_then, "raise") == [], "not wanted"
+    assert bench.apart("shards", rows_then, "raise") == [], "not wanted"
     bench.report()
 
 
@@ -146,14 +163,27 @@ def run_uncompiled(arguments: list[str]) -> None:
 def test_the_whole_benchmark_on_a_cpu(forge: Forge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All parts but the single steps, which are tested above."""
     file = tmp_path / "found.json"
-    parts = "only=[product,objectives]"
-    command = ["launch/bench.py", "gpu", "device=cpu", f"json={file}", parts, "candidate_seconds=0.05"]
+    parts = "only=[product,profile,attention,bits,shards,objectives,fit]"
+    command = ["launch/bench.py", "gpu", "device=cpu", f"json={file}", parts, "candidate_seconds=0.05", "decoders=2"]
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     said = forge.start_work(1, "test_gpu_bench:run_uncompiled", command).finish()
     rows = json.loads(file.read_text())["rows"]
     worked = {row["name"].split(" ")[0] for row in rows if "failed" not in row}
-    assert worked == {"product", "objectives"}, said
+    assert worked == {"product", "profile", "attention", "bits", "shards", "objectives", "fit"}, said
+    assert {row["layer"] for row in rows if "layer" in row} == {"qkv", "out", "up", "down"}
+    for row in (row for row in rows if row["name"].startswith("profile")):
+        assert sum(value for name, value in row.items() if name.endswith("_share")) == pytest.approx(1)
+        assert row["attention_kernels"]
+        assert row["optimizer_ms"] > 0
+    assert [row["same_bits"] for row in rows if "same_bits" in row] == ["true"] * 2
+    measured = {
+        (row["tokens"], row["deterministic"]) for row in rows if row["name"].startswith("attention") and "ms" in row
+    }
+    assert measured == set(itertools.product((197, 257, 256, 37), (True, False)))
     found = {row["name"].split(", ")[1]: row for row in rows if row["name"].startswith("objectives")}
     assert found.keys() == {"mae", "lejepa"}
     assert all(row["first_losses"][-1] < row["first_losses"][0] for row in found.values()), "they train"
     assert [row["batch"] for row in found.values()] == [2] * 2, "what fits, instead of 16 and 4"
+    assert [row["fits"] for row in rows if "micro_batch" in row] == [True] * 10, "around what is predicted to fit"
+    assert sum("data_wait" in row for row in rows) == 2, "with few and with many log lines"
+    assert not list(tmp_path.glob("tmp*")), "runs from shards that were left"
