@@ -1,13 +1,16 @@
 """Opens 16-bit PNG and PGM, JPEG 2000 and JPEG XL."""
 
+import contextlib
 import re
 import struct
+import zlib
 
 import imagecodecs
 import numpy as np
 from PIL import Image
 
 from pipeline.data.images.formats import CODESTREAM
+from pipeline.data.images.profile import has_other_colours
 from pipeline.data.images.stored import DecodeError, StoredImage, upright, without_alpha
 
 _PNG_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}  # Colour type -> samples of a pixel; 4 and 6 have alpha.
@@ -22,8 +25,9 @@ def _png(data: bytes) -> StoredImage | None:
         return None
     samples = _PNG_CHANNELS[colour]
     alpha = (samples - 1,) if colour >= 4 else ()
+    chunks = _chunks(data)
     exif = Image.Exif()
-    exif.load(_exif(data))
+    exif.load(chunks.get(b"eXIf", b""))
     orientation = exif.get(_ORIENTATION, 1)
 
     def read(number: int) -> tuple[np.ndarray, None]:
@@ -31,18 +35,24 @@ def _png(data: bytes) -> StoredImage | None:
         return upright(without_alpha(values, alpha), orientation), None
 
     sides = (width, height) if orientation >= 5 else (height, width)
-    return StoredImage("png", *sides, samples - len(alpha), "uint16", read, alpha=bool(alpha))
+    profile = b""
+    with contextlib.suppress(zlib.error):  # As Pillow, which ignores a damaged profile.
+        # After its name and the method of compression.
+        profile = zlib.decompress(chunks.get(b"iCCP", b"").partition(b"\0")[2][1:])
+    return StoredImage(
+        "png", *sides, samples - len(alpha), "uint16", read, alpha=bool(alpha), profile=has_other_colours(profile)
+    )
 
 
-def _exif(png: bytes) -> bytes:
-    """The content of its chunk eXIf; empty without one."""
-    at = 8
+def _chunks(png: bytes) -> dict[bytes, bytes]:
+    """The content of each chunk but those of pixels, by name."""
+    chunks, at = {}, 8
     while at + 8 <= len(png):
         size, name = struct.unpack_from(">I4s", png, at)
-        if name == b"eXIf":
-            return png[at + 8 : at + 8 + size]
+        if name != b"IDAT":
+            chunks[name] = png[at + 8 : at + 8 + size]
         at += 12 + size
-    return b""
+    return chunks
 
 
 def _pnm(data: bytes) -> StoredImage | None:

@@ -5,6 +5,7 @@ import re
 import struct
 
 from pipeline.base.words import counted
+from pipeline.data.images.profile import has_other_colours
 from pipeline.data.images.stored import DecodeError, StoredImage, reason
 
 # How a file begins that Git LFS has not fetched yet, as after `git clone` of a data set without git-lfs.
@@ -37,6 +38,8 @@ _MAGIC = {
 _MODULES = {"dcm": "dicom", "tiff": "tiff", "npy": "arrays", "npz": "arrays", "heic": "heic"}
 # Files of boxes name what reads them: letters with which these brands begin, and brands of images of any codec.
 _BRANDS, _ANY_IMAGE = {b"hei": "heic", b"hev": "heic", b"avi": "avif"}, (b"mif1", b"msf1")
+# Colour primaries (ISO 23091-2) of sRGB, and unspecified.
+_SRGB_PRIMARIES = (1, 2)
 
 
 def open_image(data: bytes) -> StoredImage | None:
@@ -98,9 +101,15 @@ def check_boxes(data: bytes) -> None:
         at = stop
 
 
-def type_by_boxes(data: bytes) -> str:
-    """The type that holds the values of a HEIC or AVIF, by the boxes `pixi` of its items."""
+def type_and_colours_of_boxes(data: bytes) -> tuple[str, bool]:
+    """(type that holds its values, whether colours are not sRGB's) of a HEIC or AVIF, by the boxes `pixi` and `colr` of
+    its items.
+    """
     end = data.find(b"mdat")
     boxes = [place.end() for place in re.finditer(b"pixi", data[:end])]
     bits = max((max(data[at + 5 : at + 5 + data[at + 4]], default=8) for at in boxes), default=8)
-    return "uint8" if bits <= 8 else "uint16"
+    kind = "uint8" if bits <= 8 else "uint16"
+    if (at := data.find(b"colrprof", 0, end)) >= 0:  # Counts before numbers.
+        return kind, has_other_colours(data[at + 8 : end])
+    at = data.find(b"colrnclx", 0, end)
+    return kind, at >= 0 and int.from_bytes(data[at + 8 : at + 10], "big") not in _SRGB_PRIMARIES

@@ -6,7 +6,7 @@ import _pi_heif
 import numpy as np
 from PIL import Image
 
-from pipeline.data.images.formats import check_boxes, type_by_boxes
+from pipeline.data.images.formats import check_boxes, type_and_colours_of_boxes
 from pipeline.data.images.stored import DecodeError, StoredImage, without_alpha
 
 
@@ -30,4 +30,5 @@ def open_image(data: bytes, ext: str) -> StoredImage:
             values = np.round(values / 257)
         return without_alpha(values.astype(np.uint8), alpha), None
 
-    return StoredImage("heic", height, width, samples - len(alpha), type_by_boxes(data), read, alpha=bool(alpha))
+    kind, profile = type_and_colours_of_boxes(data)
+    return StoredImage("heic", height, width, samples - len(alpha), kind, read, alpha=bool(alpha), profile=profile)

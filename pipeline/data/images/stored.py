@@ -38,6 +38,10 @@ LEFT_OUT = {
         "fewer channels than the data set, of which the others are read as their mean",
         "To leave such images out: missing_channels=skip",
     ),
+    "profile": (
+        "a colour profile other than sRGB, which is not applied",
+        "Where colours matter, convert to sRGB first",
+    ),
 }
 DESCRIPTION = 270  # The tag of a TIFF for text.
 _CHANNELS = '{"channels_of_data_set": '
@@ -54,9 +58,10 @@ class StoredImage:
 
     ext: file extension by content. channels: of a page, without alpha. type: numpy's name. pages: number of images of
     this size and type in the file. axes: what the pages are, as OME names it, such as "C"; "" if the file does not say.
-    nodata: value of missing pixels by the header. alpha: whether an alpha channel is left out. channel_names: of all
-    channels of its data set, if the file names them. lacking: places among these of channels that it does not have.
-    read: page number -> `Page`; raises any error.
+    nodata: value of missing pixels by the header. alpha: whether an alpha channel is left out. profile: whether there
+    is a colour profile other than sRGB, which is not applied. channel_names: of all channels of its data set, if the
+    file names them. lacking: places among these of channels that it does not have. read: page number -> `Page`; raises
+    any error.
     """
 
     ext: str
@@ -69,6 +74,7 @@ class StoredImage:
     axes: str = ""
     nodata: float | None = None
     alpha: bool = False
+    profile: bool = False
     channel_names: tuple[str, ...] = ()
     lacking: tuple[int, ...] = ()
 

@@ -10,6 +10,7 @@ from math import prod
 import numpy as np
 import tifffile
 
+from pipeline.data.images.profile import has_other_colours
 from pipeline.data.images.stored import (
     DESCRIPTION,
     DecodeError,
@@ -21,7 +22,7 @@ from pipeline.data.images.stored import (
 
 # Its warnings about odd tags would name no file; what matters raises.
 logging.getLogger("tifffile").setLevel(logging.CRITICAL)
-_ORIENTATION, _GDAL_NODATA = 274, 42113
+_ORIENTATION, _PROFILE, _GDAL_NODATA = 274, 34675, 42113
 _WHITE_IS_ZERO, _PALETTE, _CMYK = 0, 3, 5
 _READ = (_WHITE_IS_ZERO, 1, 2, 6)  # Also black is zero, RGB, and YCbCr, which becomes RGB.
 _ALPHA = (1, 2)  # ExtraSamples: premultiplied or not; 0 is another band.
@@ -79,6 +80,7 @@ def open_image(data: bytes, ext: str) -> StoredImage:
         axes="".join(axes[place] for place in others if axes[place] not in _UNNAMED),
         nodata=_nodata(first),
         alpha=bool(alpha),
+        profile=has_other_colours(first.tags.valueof(_PROFILE)),
         channel_names=names,
         lacking=lacking,
     )

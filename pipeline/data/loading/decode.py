@@ -17,7 +17,8 @@ import simplejpeg
 from PIL import Image
 
 from pipeline.architecture.pixels import RGB8, Pixels
-from pipeline.data.images.formats import CODESTREAM, JPEG, check_boxes, format_of, open_image, type_by_boxes
+from pipeline.data.images.formats import CODESTREAM, JPEG, check_boxes, format_of, open_image, type_and_colours_of_boxes
+from pipeline.data.images.profile import has_other_colours
 from pipeline.data.images.stored import (
     DESCRIPTION,
     MAX_PIXELS,
@@ -84,7 +85,7 @@ ARRAYS = {".npy", ".npz"}
 # Folders that macOS, Synology's NAS, Linux and Windows add: thumbnails and rescued or deleted files, not samples.
 SYSTEM_FOLDERS = {"__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information"}
 _EXIF_ORIENTATION = 0x0112
-_EXIF, _START_OF_SCAN = b"Exif\0\0", b"\xda"
+_EXIF, _PROFILE, _START_OF_SCAN = b"Exif\0\0", b"ICC_PROFILE\0", b"\xda"
 # JPEG: end-of-image marker. PNG: name and checksum of the last chunk.
 _JPEG_END, _PNG_END = b"\xff\xd9", b"IEND\xaeB`\x82"
 # Number of bytes searched for EXIF when the segments of a JPEG are malformed.
@@ -213,21 +214,37 @@ def left_out(image: StoredImage, pixels: Pixels | None) -> set[str]:
         "bits": of_rgb8 and image.type not in ("uint8", "bool"),
         "bands": of_rgb8 and image.channels > 3,
         "channels": bool(image.lacking),
+        "profile": image.profile,
     }
     return {what for what, is_so in facts.items() if is_so}
 
 
+def _jpeg_profile(data: bytes) -> bytes:
+    """The first part of a JPEG's colour profile, up to 64 KB; empty without one."""
+    end = _start_of_scan(data)
+    begin = data.find(_PROFILE, 0, end) + len(_PROFILE) + 2  # The numbers of the part and of all follow.
+    return (
+        data[begin : min(begin + int.from_bytes(data[begin : begin + 4], "big"), end)]
+        if begin > len(_PROFILE) + 1
+        else b""
+    )
+
+
 def _header(image: Image.Image, data: bytes, ext: str) -> StoredImage:
     """Header of a photograph that Pillow has opened, with its sides before EXIF rotation."""
+    kind, profile = "uint8", has_other_colours(image.info.get("icc_profile"))
+    if ext == "avif":
+        kind, profile = type_and_colours_of_boxes(data)
     return StoredImage(
         ext,
         image.height,
         image.width,
         1 if image.mode in ("1", "L", "LA") else 3,
-        type_by_boxes(data) if ext == "avif" else "uint8",
+        kind,
         _unread,
         pages=1 if image.format == "MPO" else getattr(image, "n_frames", 1),
         alpha=image.mode in ("LA", "PA", "RGBA") or "transparency" in image.info,
+        profile=profile,
     )
 
 
@@ -251,7 +268,8 @@ def inspect(data: bytes, decode_all: bool, pixels: Pixels = RGB8) -> StoredImage
         decode(data, pixels=pixels)
     ext = format_of(data)
     if ext == "jpg" and (header := _jpeg_header(data)):
-        return StoredImage(ext, *header, "uint8", _unread)
+        profile = has_other_colours(_jpeg_profile(data))
+        return StoredImage(ext, *header, "uint8", _unread, profile=profile)
     return _stored(data, ext) or with_pillow(data, lambda image: _header(image, data, ext))
 
 

@@ -2,6 +2,7 @@
 
 import io
 import struct
+import zlib
 from collections.abc import Callable
 
 import imagecodecs
@@ -363,6 +364,50 @@ def test_a_damaged_tiff_is_an_error_and_no_line_without_its_name(capfd: pytest.C
 
 def left_out(data: bytes, pixels: Pixels | None) -> list[str]:
     return sorted(of_header(inspect(data, decode_all=False), pixels), key=list(LEFT_OUT).index)
+
+
+def profile(space: bytes, primaries: dict[bytes, tuple[float, ...]]) -> bytes:
+    """An ICC profile of these primaries, and of no more than is needed to tell its colours."""
+    tags, content = b"", b""
+    for name, numbers in primaries.items():
+        tags += name + struct.pack(">2I", 132 + 12 * len(primaries) + len(content), 20)
+        content += b"XYZ \0\0\0\0" + struct.pack(">3i", *(round(65536 * number) for number in numbers))
+    body = space.rjust(16, b"\0").ljust(124, b"\0") + struct.pack(">I", len(primaries)) + tags + content
+    return struct.pack(">I", 4 + len(body)) + body
+
+
+# As the profiles of these names have them (adapted to D50).
+DISPLAY_P3 = {b"rXYZ": (0.5151, 0.2412, -0.0011), b"gXYZ": (0.2919, 0.6922, 0.0419), b"bXYZ": (0.1572, 0.0666, 0.7841)}
+SRGB = {b"rXYZ": (0.4361, 0.2225, 0.0139), b"gXYZ": (0.3851, 0.7169, 0.0971), b"bXYZ": (0.1431, 0.0606, 0.7141)}
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF", "AVIF"])
+def test_profiles_other_than_srgb_are_left_out(encode: Encode, noise: np.ndarray, format: str) -> None:
+    for space, primaries, expected in (
+        (b"RGB ", DISPLAY_P3, ["profile"]),
+        (b"RGB ", SRGB, []),
+        (b"CMYK", {}, ["profile"]),
+        (b"GRAY", {}, []),
+    ):
+        icc = profile(space, primaries)
+        assert left_out(encode(noise, format, icc_profile=icc), RGB8) == expected
+        assert left_out(encode(noise, format, icc_profile=icc[:140]), RGB8) == ["profile"] * (space != b"GRAY"), "cut"
+        if format == "JPEG":
+            ink = Image.fromarray(noise).convert("CMYK")
+            assert left_out(encode(ink, format, icc_profile=icc, exif=exif(6)), RGB8) == expected
+        if format == "TIFF":
+            file = io.BytesIO()
+            tifffile.imwrite(file, noise.astype(np.uint16), photometric="rgb", iccprofile=icc)
+            assert left_out(file.getvalue(), None) == expected
+        if format == "PNG":
+            # Pixels may have any bytes, such as the names of chunks.
+            pixels = np.frombuffer(b"\0\0\0\x09iCCPeXIf" * 500, ">u2").astype(np.uint16).reshape(50, 60)
+            png = imagecodecs.png_encode(pixels, level=0, filter=0)
+            assert b"iCCPeXIf" in png
+            for compressed, found in ((zlib.compress(icc), expected), (b"damaged", [])):
+                content = b"iCCPx\0\0" + compressed
+                chunk = struct.pack(">I", len(content) - 4) + content + struct.pack(">I", zlib.crc32(content))
+                assert left_out(png[:33] + chunk + png[33:], None) == found
 
 
 def test_bits_bands_alpha_and_frames_are_left_out(encode: Encode, noise: np.ndarray) -> None:
