@@ -7,7 +7,7 @@ say what is meant.
 
 import io
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -32,8 +32,18 @@ _NUM_PROBED = 48
 # The share of images that must be alike: the others are bad images, or, if only their type differs, those with values
 # that it does not hold.
 _MOST = 0.8
+# Names that are looked at for a hint.
+_MOST_NAMES = 20_000
 # Formats of photographs: their pages are frames of an animation, of which the first is used.
 _ANIMATIONS = ("gif", "webp", "png", "avif", "heic")
+
+# How names of files say which channel of a sample they are.
+_CHANNEL_NAMES = (
+    r"(?i)(?P<sample>.*?)-ch(?P<channel>[0-9]+).*",
+    r"(?i)(?P<sample>.*)[_-](?:ch|c|b|band|channel)?_?(?P<channel>[0-9]+)",
+    r"(?P<sample>.*)[_-](?P<channel>[A-Za-z]+[0-9]*)",
+    r"(?i)(?P<sample>.*)/(?:[a-z]*_?)?(?P<channel>[A-Za-z0-9]+)",
+)
 
 
 class ShardImage(NamedTuple):
@@ -65,7 +75,9 @@ def source_pixels(listing: Listing, config: ShardConfig) -> Pixels:
     """`pixels_of` the images of a source, by the headers of some."""
     if listing.convert or config.to_rgb8:
         return RGB8
-    images = _probed(listing)
+    images = list(_probed(listing))
+    if not listing.channels and all(stored.channels == stored.pages == 1 for _, stored in images):
+        print(_channel_hint(listing), end="")
     is_split = "page" in listing.table.column_names
     return pixels_of(images, config.channels, config.pages, config.nodata, listing.channels, is_split)
 
@@ -257,6 +269,30 @@ def _by_columns(keys: list[str], config: ShardConfig) -> list[tuple[str, str]]:
     # Keys that occur twice have got an extension: a@0_tif and a@0_png.
     parts = (key.rpartition("@") for key in keys)
     return [(sample, config.channel_columns[int(number.partition("_")[0])]) for sample, _, number in parts]
+
+
+def _channel_hint(listing: Listing) -> str:
+    """A line with the setting to paste if names look like one file per channel; else ""."""
+    keys = listing.table["key"][:_MOST_NAMES].to_pylist()
+    for text in _CHANNEL_NAMES:
+        of_samples = defaultdict[str, set[str]](set)
+        for match in filter(None, map(re.compile(text).fullmatch, keys)):
+            of_samples[match["sample"]].add(match["channel"])
+        channels = sorted(set().union(*of_samples.values()))
+        # Plates may have channels of their own, and some files may be missing.
+        sets = Counter(map(frozenset, of_samples.values()))
+        usual = sum(count for names, count in sets.items() if len(names) > 1 and count > 0.1 * len(of_samples))
+        if (
+            sum(map(len, of_samples.values())) == len(keys)
+            and 2 <= len(channels) <= min(32, len(of_samples))
+            and usual > 0.9 * len(of_samples)
+        ):
+            return (
+                f"note: names look like one file per channel: if so, channel_pattern='{text}' makes"
+                f" {len(of_samples):,} samples of {len(channels)} channels ({', '.join(channels[:8])}) of"
+                f" {counted(len(keys), 'file')}\n"
+            )
+    return ""
 
 
 def split_pages(listing: Listing, config: ShardConfig) -> Listing:

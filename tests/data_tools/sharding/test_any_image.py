@@ -266,7 +266,10 @@ def test_one_file_for_each_channel(ray_cluster: int, tmp_path: Path, capfd) -> N
         f"{key}-ch{channel}.tiff": tiff(values[..., channel]) for key, values in written.items() for channel in range(3)
     }
     source = write_folder(files, tmp_path / "raw")
-    pattern = "(?P<sample>.*)-ch(?P<channel>[0-9]+)"
+    assert sum(shard.run(settings(source, tmp_path / "separate")).info["samples"].values()) == 36
+    said = capfd.readouterr().out
+    pattern = said.partition("channel_pattern='")[2].partition("'")[0]
+    assert "12 samples of 3 channels" in said
     dataset = shard.run(settings(source, tmp_path / "out", channel_pattern=pattern))
     assert dataset.pixels.channels == ("0", "1", "2")
     check(dataset, written)
@@ -286,6 +289,11 @@ def test_one_file_for_each_channel(ray_cluster: int, tmp_path: Path, capfd) -> N
     check(dataset, {key: values for key, values in written.items() if key not in ("cat/00", "cat/02")})
     with pytest.raises(UserError, match="does not match"):
         shard.run(settings(source, tmp_path / "wrong", channel_pattern="(?P<sample>.*)_(?P<channel>.)"))
+    for file in (source / "dog").glob("*-ch0.tiff"):  # A plate without this channel.
+        file.unlink()
+    capfd.readouterr()
+    shard.run(settings(source, tmp_path / "plates"))
+    assert "12 samples of 3 channels" in capfd.readouterr().out
 
 
 def test_a_list_with_a_column_of_files_for_each_channel(ray_cluster: int, tmp_path: Path) -> None:
