@@ -12,10 +12,13 @@ depend on how a batch is divided over ranks.
 Shapes: B batch, V views, W width of the backbone, R rows, D width of the projections, M directions, K knots.
 """
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.base.errors import UserError
 from pipeline.base.metric import Metric
 from pipeline.base.random_numbers import Purpose, torch_seed
 from pipeline.data.loading.loader import to_device
@@ -30,11 +33,11 @@ from pipeline.settings.schema import setting
 
 # Angles that SIGReg computes at a time. More would be slower on a CPU; a GPU starts few kernels for small batches.
 _ANGLES = 2**20
-_LARGE = 2  # Large views of each image, as in the paper.
 _DIRECTIONS = Purpose.named("sigreg_directions")
 
 
 class LejepaSettings(GramSettings):
+    global_views: int = setting(2, "Number of large views of each image, of model.image_size.", min=1, max=100)
     local_views: int = setting(6, "Number of small views of each image.", min=0, max=100)
     local_area_max: float = setting(
         0.3, "Small views: largest share of the image's area.", min=0.05, max=1, needs="local_views"
@@ -44,13 +47,26 @@ class LejepaSettings(GramSettings):
     directions: int = setting(
         1024, "Random directions of each step, along which projections are tested; 256 to 1024.", min=1, max=2**16
     )
+    sigreg: Literal["views", "pooled"] = setting(
+        "views",
+        "SIGReg as the mean over views of the statistic of each view (views; the authors' default), or as one statistic"
+        " of all views (pooled).",
+    )
     weight: float = setting(
         0.87,
         "Weight of SIGReg; the prediction loss, a sum over `width` dimensions, has the rest. The paper's w of a mean"
-        " over them is w x width / (1 - w + w x width): 0.72 to 0.87 for 0.02 to 0.05 and a width of 128.",
+        " over them is w x width / (1 - w + w x width): 0.72 to 0.87 for 0.02 to 0.05 and a width of 128. With"
+        " sigreg=pooled, w is like w x V / (1 - w + w x V) of V single views.",
         above=0,
         below=1,
     )
+
+    def check(self) -> None:
+        super().check()
+        if self.global_views + self.local_views < 2:
+            raise UserError(
+                "objective.global_views = 1 and objective.local_views = 0 leave no view to predict: use 2 or more."
+            )
 
 
 class Lejepa(GramAnchored):
@@ -66,8 +82,8 @@ class Lejepa(GramAnchored):
     @classmethod
     def views(cls, config: RunConfig) -> tuple[Views, ...]:
         given: LejepaSettings = cls.settings(config)
-        large = Views(_LARGE, config.model.image_size, config.augment)
-        return large, *given.small_views(config.augment), *cls.anchored_views(config, _LARGE)
+        large = Views(given.global_views, config.model.image_size, config.augment)
+        return large, *given.small_views(config.augment), *cls.anchored_views(config, given.global_views)
 
     @classmethod
     def values(cls, config: RunConfig) -> Metrics:
@@ -87,15 +103,20 @@ class Lejepa(GramAnchored):
 
     # ------------------------------------------------------------------ from a batch to the loss
     def loss(self, views: Images, facts: Facts) -> tuple[Tensor, Facts]:
-        valid, V = facts["valid"], _LARGE + self.given.local_views
+        valid, V = facts["valid"], self.given.global_views + self.given.local_views
         large, *small = views
         anchor = self.anchor_patches(views, facts)
         of_large, patches = read_backbone(self.backbone, large, anchor is not None)
         features = torch.cat([of_large, *(self.backbone(images, any_size=True) for images in small)])
         counted = valid.repeat(V)
-        of_views = self.projector(features, counted).float().view(V, len(valid), -1)
-        prediction = mean_of_valid(prediction_losses(of_views, _LARGE), valid)
-        normality = sigreg(of_views, self.directions, counted=valid)
+        projections = self.projector(features, counted).float()  # (V * B, D)
+        of_views = projections.view(V, len(valid), -1)
+        errors = prediction_losses(of_views, self.given.global_views)
+        prediction = mean_of_valid(errors, valid)
+        if self.given.sigreg == "pooled":
+            normality = sigreg(projections, self.directions, counted=counted)
+        else:
+            normality = sigreg(of_views, self.directions, counted=valid)
         values = {
             "prediction": prediction.detach(),
             "sigreg": normality.detach(),

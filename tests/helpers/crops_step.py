@@ -1,5 +1,6 @@
 """A small DINOv2, LeJEPA and SimCLR, and a step of them on a rank's part of a batch."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,10 +39,10 @@ def tiny_dinov2() -> Dino:
     return in_a_run(objective)
 
 
-def tiny_lejepa() -> Lejepa:
+def tiny_lejepa(**settings: Any) -> Lejepa:
     torch.manual_seed(0)
     backbone = build(configure("ViT-mu/4", 16, num_classes=0))
-    return in_a_run(Lejepa(backbone, GIVEN, seed=5))
+    return in_a_run(Lejepa(backbone, replace(GIVEN, **settings), seed=5))
 
 
 def tiny_simclr() -> Simclr:
@@ -60,9 +61,9 @@ def in_a_run(objective: Objective) -> Any:
 
 
 def step_of_tiny_lejepa(
-    rank: int, world_size: int, unreadable: tuple[int, ...] = UNREADABLE, fill: int = 0
+    rank: int, world_size: int, unreadable: tuple[int, ...] = UNREADABLE, fill: int = 0, **settings: Any
 ) -> dict[str, Any]:
-    return step_of(tiny_lejepa(), [(2, 16), (2, 8)], rank, world_size, unreadable, fill)
+    return step_of(tiny_lejepa(**settings), [(2, 16), (2, 8)], rank, world_size, unreadable, fill)
 
 
 def step_of_tiny_simclr(

@@ -26,8 +26,9 @@ from pipeline.train.setup import initial_model
 
 OF_LOSS = {
     "dino": ["objective.prototypes=12", "objective.hidden=16", "objective.bottleneck=8", "objective.ibot_weight=1"],
-    "lejepa": ["objective.hidden=16", "objective.width=6", "objective.directions=12"],
+    "lejepa": ["objective.hidden=16", "objective.width=6", "objective.directions=12", "objective.global_views=3"],
 }
+LARGE = {"dino": 2, "lejepa": 3}
 ON = ("objective.gram_weight=2.5",)
 TWICE = (*ON, "objective.gram_size=32")
 
@@ -119,11 +120,11 @@ def test_a_step_adds_the_loss_of_each_large_view(weights: Path, loss: str, size:
         anchor = objective.frozen_teacher(facts[ANCHORED], with_patches=True)[1]
         if size:
             anchor = on_grid(anchor, (4, 4), (2, 2))
-    assert own.shape == anchor.shape == (2 * 3, 4, own.shape[2])
+    assert own.shape == anchor.shape == (LARGE[loss] * 3, 4, own.shape[2])
     pairs = list(zip(own.double().numpy(), anchor.double().numpy(), strict=True))
     # The second image of three is unreadable.
-    expected = sum(of_image(*pairs[3 * view + image]) for view in range(2) for image in (0, 2))
-    expected /= 3 * 2
+    expected = sum(of_image(*pairs[3 * view + image]) for view in range(LARGE[loss]) for image in (0, 2))
+    expected /= 3 * LARGE[loss]
     assert values["gram_loss"].item() == pytest.approx(expected, rel=1e-4)
     off = run(weights, loss)
     before = {**objective.state_dict()}
@@ -187,9 +188,9 @@ def test_the_anchor_reads_the_channels_of_the_data(weights: Path) -> None:
 
 
 def test_the_anchor_sees_the_crops_without_distortions(weights: Path) -> None:
-    for loss in OF_LOSS:
+    for loss, large in LARGE.items():
         *others, anchored = objectives.kind(loss).views(run(weights, loss, *TWICE, "augment.flip_vertical=true"))
-        assert (anchored.count, anchored.size, anchored.repeats) == (2, (32, 32), 0)
+        assert (anchored.count, anchored.size, anchored.repeats) == (large, (32, 32), 0)
         assert all(group.repeats is None for group in others)
         given, seen = others[0].augment, anchored.augment
         for name in ("crop", "area_min", "area_max", "aspect_min", "aspect_max", "flip", "flip_vertical", "turns"):

@@ -64,7 +64,7 @@ def test_directions_are_units_and_those_of_the_step() -> None:
 
 def reference(objective: Lejepa, views: tuple[Tensor, ...], valid: Tensor) -> tuple[float, float]:
     """(prediction, SIGReg) of the readable images in numpy, from the backbone's features."""
-    V = 2 + GIVEN.local_views
+    V = GIVEN.global_views + GIVEN.local_views
     features = torch.cat([objective.backbone(views[0]), objective.backbone(views[1], any_size=True)]).detach()
     x = features.view(V, len(valid), -1)[:, valid].flatten(0, 1).double().numpy()
     state = {name: value.double().numpy() for name, value in objective.projector.state_dict().items()}
@@ -74,15 +74,17 @@ def reference(objective: Lejepa, views: tuple[Tensor, ...], valid: Tensor) -> tu
         x = np.maximum(x, 0)
     x = x @ state["last.weight"].T + state["last.bias"]
     per_view = x.reshape(V, int(valid.sum()), -1)
-    centre = per_view[:2].mean(0)
+    centre = per_view[: GIVEN.global_views].mean(0)
     errors = ((per_view - centre) ** 2).sum(2).mean(0)
-    statistics = [epps_pulley(sample, objective.directions.double().numpy(), 17, 3.0) for sample in per_view]
+    samples = per_view if objective.given.sigreg == "views" else [x]
+    statistics = [epps_pulley(sample, objective.directions.double().numpy(), 17, 3.0) for sample in samples]
     return errors.sum() / len(valid), float(np.mean(statistics))
 
 
+@pytest.mark.parametrize("kind", ["views", "pooled"])
 @pytest.mark.parametrize("unreadable", [(), (2,), (0, 5)])
-def test_the_loss_is_prediction_and_sigreg_of_readable_images(unreadable: tuple[int, ...]) -> None:
-    found = step_of_tiny_lejepa(0, 1, unreadable)
+def test_the_loss_is_prediction_and_sigreg_of_readable_images(unreadable: tuple[int, ...], kind: str) -> None:
+    found = step_of_tiny_lejepa(0, 1, unreadable, sigreg=kind)
     objective, views, facts = found["objective"], found["views"], found["facts"]
     prediction, normality = reference(objective, views, facts["valid"])
     assert float(found["values"]["prediction"]) == pytest.approx(prediction, rel=1e-4)
@@ -113,6 +115,7 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
     for setting, message in (
         ("augment.crop=none", "needs random crops"),
         ("objective.local_size=90", "Use 80 or 96"),
+        ("objective={global_views: 1, local_views: 0}", "no view to predict"),
         ("augment.mixup=0.2", "predicts no classes"),
     ):
         with pytest.raises(UserError, match=message):
