@@ -319,7 +319,7 @@ def _check(cls: type, subject: str, words: list[str]) -> None:
         return
     for word in words:
         if "=" in word and not word.startswith(("-", "[")):
-            schema._apply(tree := {}, word.replace("...", "x"), cls)
+            schema._apply(tree := {}, word.replace("...", "x"))
             try:
                 schema.build(cls, tree, "the command line")
             except UserError as error:
