@@ -391,8 +391,8 @@ def _initialise(weight: Tensor) -> None:
 
 
 _BLOCKS, _REST = Purpose.named("ibot_blocks"), Purpose.named("ibot_rest")
-# As in DINOv2: smallest and largest share of a view's patches that are masked; smallest block in patches, smallest and largest aspect ratio, tries in a row for a block that adds
-# patches.
+# As in DINOv2: smallest and largest share of a view's patches that are masked, smallest block in patches, smallest and
+# largest aspect ratio, tries in a row for a block that adds patches.
 _SHARES, _LEAST_BLOCK, _ASPECT, _TRIES = (0.1, 0.5), 4, (0.3, 1 / 0.3), 10
 
 
