@@ -34,9 +34,12 @@ def finetune(config: RunConfig) -> None:
             "Set init.weights=runs/NAME; launch/pretrain.py trains a new model."
         )
     from data_tools.sharding.shard_once import shard_once
-    from pipeline.train.start import run  # Late, so that a mistake in the settings is reported without pyarrow.
+    from pipeline.train.start import (  # Late, so that a mistake in the settings is reported without pyarrow.
+        refuse_missing_weights,
+        run,
+    )
 
-    shard_once(config.data.path)
+    shard_once(config.data.path, lambda: refuse_missing_weights(config))
     run(config, draw="pipeline.review.draw")
 
 

@@ -26,9 +26,12 @@ from pipeline.settings.run import RunConfig
 
 def pretrain(config: RunConfig) -> None:
     from data_tools.sharding.shard_once import shard_once
-    from pipeline.train.start import run  # Late: --help and mistakes in the settings need no pyarrow.
+    from pipeline.train.start import (  # Late: --help and mistakes in the settings need no pyarrow.
+        refuse_missing_weights,
+        run,
+    )
 
-    shard_once(config.data.path)
+    shard_once(config.data.path, lambda: refuse_missing_weights(config))
     run(config, draw="pipeline.review.draw")
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from data_tools.sharding.source_table import SOURCE_TABLE, difference
@@ -37,11 +38,11 @@ _POLL_SECONDS = 0.5
 _MOST_SECONDS_WITHOUT_PROGRESS = 600.0
 
 
-def shard_once(path: str) -> None:
+def shard_once(path: str, check: Callable[[], object] = lambda: None) -> None:
     """Make the data set beside a folder of images, unless it is finished; no-op for any other path.
 
-    A finished one is used as it is; what changed in the folder since is said. Raises UserError if the images
-    cannot be sharded.
+    A finished one is used as it is; what changed in the folder since is said. check: called before the images are
+    sharded, which may take hours. Raises UserError if they cannot be.
     """
     images = Path(path)
     if "://" in path or (images / INFO).exists():
@@ -51,6 +52,7 @@ def shard_once(path: str) -> None:
         if rank() == 0:
             _say_changes(images, out)
     elif _holds_images(images):
+        check()
         if rank() == 0:
             _shard(images, out)
         else:

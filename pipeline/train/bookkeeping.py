@@ -13,8 +13,9 @@ from torch import Tensor
 from pipeline import model as models
 from pipeline.base.errors import DivergedError, UserError
 from pipeline.base.metric import Metric
+from pipeline.base.progress import duration
 from pipeline.base.trained_on import TRAINED_ON, TrainedSet
-from pipeline.base.words import counted
+from pipeline.base.words import counted, si, significant
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import (
@@ -404,7 +405,16 @@ class TrainingRun(StartingPoint):
 
     def _result(self, facts: RunFacts, status: str, outcome: str) -> str:
         """Markdown for the end of the description: what was measured, and what a reviewer should know of it."""
-        bad = self.counts.unreadable
+        plan, step, meter, bad = self.plan, self.progress.step, self.meter, self.counts.unreadable
+        table = [
+            "| | planned | done |",
+            "|---|---|---|",
+            f"| steps | {plan.steps:,} | {step:,} |",
+            f"| images | {plan.steps * plan.global_batch:,} | {step * plan.global_batch:,} |",
+            "| arithmetic | {} | {} |".format(
+                *(si(1e18 * facts.axes(n).get("exaflops", 0.0), "FLOP") for n in (plan.steps, step))
+            ),
+        ]
         # A rank that failed cannot ask the others: it knows of its own images, and what they counted at the last log
         # line.
         until = ""
@@ -421,4 +431,10 @@ class TrainingRun(StartingPoint):
         warnings += [self.collapses.first.rstrip(".")] * bool(self.collapses.first)
         warned = f"Warnings: {', '.join(warnings)}" if warnings else "No step was skipped, no image unreadable"
         found = "; ".join([outcome, *last_scores(self.folder, facts)])
-        return f"**Result**, with 95 % intervals: {found}. {warned}{until}."
+        lines = [f"**Result**, with 95 % intervals: {found}. {warned}{until}.", "\n".join(table)]
+        if meter.total_seconds:
+            lines.append(
+                f"{significant(meter.average)} images/s over {duration(meter.total_seconds)} of training since the last"
+                " start."
+            )
+        return "\n\n".join(lines)

@@ -171,4 +171,19 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
         from pipeline.evaluate.probes.probe import open_run_probe  # Imports torch.
 
         run_probe = open_run_probe(config, data.own, data.split.parts[0], probed, data.split.pixels)
+    refuse_missing_weights(config)
     return Prepared(config, data, run_probe, plan, draw)
+
+
+def refuse_missing_weights(config: RunConfig) -> None:
+    """Raise UserError if init.weights do not exist, unless the run has a checkpoint to resume from."""
+    from pipeline.checkpoint.store import Checkpoints, checkpoint_folder
+    from pipeline.model.files import find_file
+    from pipeline.monitor.mlflow.weights import is_uri
+
+    weights = config.init.weights
+    if weights and not is_uri(weights) and not Checkpoints(checkpoint_folder(config)).candidates():
+        try:
+            find_file(Path(weights), say=lambda line: None)  # A damaged checkpoint is named when the weights are read.
+        except UserError as error:
+            raise UserError(f"init.weights = {error}") from error

@@ -117,7 +117,7 @@ def test_weights_are_named_from_within_their_folder(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.ranks
-def test_missing_weights_are_said(forge: Forge, dataset: Path, tmp_path: Path) -> None:
+def test_missing_weights_are_said_before_a_run_is_there(forge: Forge, dataset: Path, tmp_path: Path) -> None:
     file = "/nowhere/ViT-B_16.npz"
     run = [text for text in settings(dataset, tmp_path, "x", f"init.weights={file}") if not text.startswith("model.")]
     rank = forge.start(1, run)
