@@ -39,7 +39,7 @@ def host_memory() -> int:
     return total // ranks_on_host()
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype, configured_tflops: float) -> tuple[float | None, str]:
+def peak_flops(device: torch.device, dtype: torch.dtype, configured_tflops: float = 0.0) -> tuple[float | None, str]:
     """Returns (peak FLOP/s of one device, its source: the setting or a data sheet); None if neither says it, as for a
     CPU and for fp32.
     """

@@ -184,7 +184,6 @@ def test_mistakes_are_one_line(weights: Path, data: Dataset, tmp_path: Path) -> 
         ("nowhere: no such file or folder", "nowhere"),
         ("val-000000.tar: .* launch/index.py", data.path / "val-000000.tar"),
         (r"photos.zip: .* launch/shard.py", tmp_path / "photos.zip"),
-        (r"\[a.jpg,b.jpg\]", "a.jpg,b.jpg"),
         ("has no split 'test'. It has: val", data.path, "split=test"),
         ("none of the 1 image of .*bad.jpg can be read; the first is .*bad.jpg: no image", tmp_path / "bad.jpg"),
     ):

@@ -155,7 +155,7 @@ def test_muon_is_that_of_the_cpu(device: torch.device) -> None:
             parameter.grad = torch.randn(rows, columns, generator=generator).to(where)
             kernels[parameter] = str(number), count
         group = {"params": list(kernels), "matrices": True}
-        Muon([group], kernels, 0.95, lr=1.0).step()
+        Muon([group], kernels, lr=1.0).step()
         return [parameter.detach().cpu() for parameter in kernels]
 
     found = updates(device)

@@ -306,7 +306,7 @@ def write_masks(
     colours, seen = classes.colours(), np.zeros(len(classes.values), np.int64)
 
     def read(row: int) -> np.ndarray:
-        return decode_whole(reader.read(row), pixels, loaded.pixels)[0]
+        return decode_whole(reader.read(row), pixels, loaded.pixels)
 
     for row, image in worked(in_order(read, files, config.threads), "predicting masks", len(files)):
         if isinstance(image, str):

@@ -135,7 +135,7 @@ def test_what_is_no_data_set_is_said_and_the_splits_that_exist(tmp_path: Path) -
     for name, said in (
         ("photos", r"source=\S*/photos out=\S*/photos_shards"),
         ("photos.zip", "source=.*photos.zip"),
-        ("photoss", "mean .*/photos?"),
+        ("photoss", "photoss: no such data set"),
     ):
         with pytest.raises(UserError, match=said):
             open_dataset(tmp_path / name)
