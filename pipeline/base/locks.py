@@ -58,7 +58,7 @@ class FileLock:
         return False
 
     def close(self) -> None:
-        """Release the lock and close the file."""
+        """Close the file, which releases the lock unless a forked process has it open."""
         os.close(self.file)
 
     def is_current(self) -> bool:
@@ -84,7 +84,10 @@ def locked(path: Path) -> Iterator[FileLock]:
     """Wait for the lock on a file, and hold it during the block. Raises OSError."""
     with closing(FileLock(path)) as lock:
         lock.acquire()
-        yield lock
+        try:
+            yield lock
+        finally:  # A process that another thread has forked meanwhile has the file open, too.
+            fcntl.flock(lock.file, fcntl.LOCK_UN)
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 """Locks between processes: exclusive, released by the death of their owner, and void when their file was removed."""
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,18 @@ def test_a_removed_file_locks_nothing(tmp_path: Path) -> None:
             assert not lock.is_current()
     with pytest.raises(FileNotFoundError):
         FileLock(tmp_path / "missing", create=False)
+
+
+def test_a_lock_ends_with_its_block_also_when_a_process_was_forked_in_it(tmp_path: Path) -> None:
+    with locked(tmp_path / "lock"):
+        child = os.fork()
+        if not child:
+            time.sleep(600)
+            os._exit(0)
+    other = FileLock(tmp_path / "lock")
+    try:
+        assert other.acquire(wait=False)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        other.close()

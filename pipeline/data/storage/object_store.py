@@ -13,6 +13,7 @@ import io
 import os
 import posixpath
 import tempfile
+import threading
 import typing
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -201,7 +202,7 @@ class BucketPath:
         import pyarrow as pa
 
         try:
-            return self.retry.call(str(self), action, is_transfer)
+            return self.retry.call(str(self), _under_way.watched(action), is_transfer)
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self)) from None
         except pa.ArrowInvalid as error:  # An impossible setting, or a key with an empty part (a//b).
@@ -313,6 +314,49 @@ class ObjectReader(RangeReader):
         if file is None:
             file = self._file = self.path.connection().open_input_file(self.path.key)
         return file
+
+
+class _RequestsUnderWay:
+    """Makes a fork wait for requests of other threads, and new requests for the fork.
+
+    The S3 client's locks are copied by a fork as they are: where another thread has one, the child waits for it forever
+    (a quarter of all forks beside two downloads).
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition(threading.Lock())
+        self._requests, self._forking = 0, False
+        os.register_at_fork(before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._after_fork)
+
+    def watched(self, action: Callable[[], T]) -> Callable[[], T]:
+        """The same action, as one request."""
+
+        def request() -> T:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._forking)
+                self._requests += 1
+            try:
+                return action()
+            finally:
+                with self._changed:
+                    self._requests -= 1
+                    self._changed.notify_all()
+
+        return request
+
+    def _before_fork(self) -> None:
+        self._changed.acquire()  # Until the fork is over.
+        self._changed.wait_for(lambda: not self._forking)
+        self._forking = True
+        self._changed.wait_for(lambda: not self._requests)
+
+    def _after_fork(self) -> None:
+        self._forking = False
+        self._changed.notify_all()
+        self._changed.release()
+
+
+_under_way = _RequestsUnderWay()
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -300,15 +301,30 @@ def test_looking_ahead_is_bounded_by_the_cache(s3: Server, dataset: Path, tmp_pa
     reader.close()
 
 
-def test_a_forked_process_reads_on(s3: Server) -> None:
-    path = bucket_path(f"{s3[1]}/file")
+def test_a_forked_process_reads_on_also_when_a_thread_was_downloading(s3: Server) -> None:
+    path, large, over = bucket_path(f"{s3[1]}/file"), bucket_path(f"{s3[1]}/large"), threading.Event()
     put(path, b"content")
-    assert path.read_bytes() == b"content"
-    child = os.fork()
-    if not child:
-        signal.alarm(300)
-        os._exit(0 if path.read_bytes() == b"content" else 1)
-    assert os.waitpid(child, 0)[1] == 0
+    put(large, bytes(2**22))
+
+    def download() -> None:
+        while not over.is_set():
+            large.read_bytes()
+
+    threads = [threading.Thread(target=download) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    statuses = []
+    for _ in range(10):
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout's handler needs Python.
+            signal.alarm(30)
+            os._exit(0 if path.read_bytes() == b"content" else 1)
+        statuses.append(os.waitpid(child, 0)[1])
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert statuses == [0] * 10
 
 
 def test_the_environment_names_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
