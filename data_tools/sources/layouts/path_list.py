@@ -1,10 +1,8 @@
 """A list of image files and their labels and numbers, if they have any, as CSV (.csv, .tsv) or Parquet."""
 
 import contextlib
-import functools
 import os
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 
 import pyarrow as pa
@@ -15,9 +13,8 @@ from data_tools.sources.labels import MISSING, WHOLE_NUMBER, TableColumns, check
 from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
-from pipeline.base.words import counted, first_of, missing, on_one_line
-from pipeline.data.loading.decode import is_image, is_visible_image
-from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, name_inside, walk_files
+from pipeline.base.words import counted, missing, on_one_line
+from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, name_inside
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.settings.commands.data import ShardConfig
 
@@ -30,8 +27,7 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     source: the list, or a folder with one list for each split. Paths are relative to the list's folder, absolute, or
     URLs. With channel_columns, each file of a row is reported as a sample, whose key ends in @ and the number of its
     column; an empty cell is not reported. Missing files are listed too: the job reports them as unreadable images. Rows
-    of a list with a split_column are of the splits with its values. A name without a suffix, as Kaggle's ids, is that
-    of an image beside the list or in a folder there.
+    of a list with a split_column are of the splits with its values.
     """
     columns, of_paths = TableColumns(config, collector), path_columns(config)
     listed: dict[BucketPath, dict[str, tuple[int, int]]] = {}
@@ -60,7 +56,6 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             parts = _splits(table, by_column, path)
             _report_splits(path, config, parts, collector)
         folder = path.parent
-        by_id, num_by_id = _FilesById(folder), 0
         inside = f"{name_inside(folder, collector.root)}/" if folder != collector.root else ""
         chosen = [*of_paths, columns.label, config.group_column, *config.target_columns]
         values = [parts, *(table[name] if name else pa.nulls(len(table)) for name in chosen)]
@@ -83,8 +78,6 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                 label = label.split(config.label_separator)
             names, of_group = columns.of_row(label, group, where)
             numbers = columns.targets_of(targets, where)
-            given, paths = paths, [name and by_id.find(name, where) for name in paths]
-            num_by_id += given != paths
             key = _key(next(filter(None, paths)))
             for channel, name in enumerate(paths):
                 if name:
@@ -93,8 +86,6 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                     of_file = f"{key}@{channel}" if config.channel_columns else key
                     of_row = names, place, -1, 0, size, 0, of_group, mtime, numbers
                     collector.sample(of_value[part], of_file, *of_row)
-        if num_by_id:
-            collector.notes.append(f"{path} names {counted(num_by_id, 'image')} without a suffix: found by that name")
     columns.finish()
 
 
@@ -152,41 +143,6 @@ def _report_splits(path: AnyPath, config: ShardConfig, values: pa.ChunkedArray, 
     collector.notes.append(
         f"{said}; left out {counted(left_out, 'row')} of no split (split_column= ignores the column)"
     )
-
-
-class _FilesById:
-    """Finds images that a list names without their suffix. folder: of the list, which is searched at the first one."""
-
-    def __init__(self, folder: AnyPath) -> None:
-        self._folder = folder
-
-    @functools.cached_property
-    def _named(self) -> dict[str, list[str]]:
-        """Name of an image without its suffix, with its folders or alone, or of another file -> the files' names."""
-        named = defaultdict(list)
-        for path, *_ in walk_files(self._folder):
-            name = name_inside(path, self._folder) or ""
-            stem = name.rpartition(".")[0]
-            for known in {stem, stem.rpartition("/")[2]} if is_visible_image(name) else {name}:
-                named[known].append(name)
-        return named
-
-    def find(self, name: str, where: str) -> str:
-        """The image of this name in the folder; the name itself if it has a suffix or an address, or there is none.
-
-        Raises UserError, which begins with `where`, if there are several.
-        """
-        if is_image(name) or name.startswith("/") or "://" in name:
-            return name
-        found = self._named.get(name, [name])
-        if name in found:
-            return name
-        if len(found) > 1:
-            raise UserError(
-                f"{where}: {quoted(name)} is the name of {counted(len(found), 'image')}: {first_of(sorted(found), 2)}."
-                " Write their paths into the list, or move it into the folder of its images."
-            )
-        return found[0]
 
 
 @contextlib.contextmanager

@@ -378,25 +378,6 @@ def test_lists_of_splits_and_numbers(tmp_path: Path) -> None:
     assert listed(tmp_path / "raw/lists/b.csv", label_names=str(_text("plane\ncar\n\n")(tmp_path))).classes == NAMES[:2]
 
 
-def test_names_without_a_suffix_are_those_of_images(tmp_path: Path) -> None:
-    """As Kaggle's ids, of images beside the list or in a folder there."""
-    files = {name: data for name, data in FILES.items() if "/" in name} | {"train/a.b.png": FILES["3.png"]}
-    write_folder({**files, ".thumbs/1.jpg": b"", "plain": FILES["3.png"], "plain.jpg": b""}, tmp_path)
-    path = table(tmp_path / "ids.csv", [("1", "x"), ("dog/2", "y"), ("a.b", "x"), ("plain", "y")], ("id", "label"))
-    listing = listed(path, path_column="id")
-    assert samples(listing) == {
-        "cat/1": ("train", ("x",), FILES["cat/1.jpg"]),
-        "dog/2": ("train", ("y",), FILES["dog/2.jpg"]),
-        "train/a_b": ("train", ("x",), FILES["3.png"]),
-        "plain": ("train", ("y",), FILES["3.png"]),
-    }
-    assert any("3 images" in note for note in listing.notes)
-    write_folder({"test/1.png": b""}, tmp_path)
-    said = refused(path, path_column="id")
-    assert "row 1" in said
-    assert "cat/1.jpg, test/1.png" in said
-
-
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
 def test_a_column_of_splits(ending: str, tmp_path: Path) -> None:
     def split_list(values: list[str], name: str = "split") -> Path:
