@@ -185,18 +185,17 @@ def _probed(listing: Listing) -> Iterator[tuple[str, StoredImage]]:
 
 
 def join_channels(listing: Listing, config: ShardConfig) -> Listing:
-    """One sample of all files that are its channels, by `channel_pattern` or `channel_columns`; the listing itself
-    without either.
+    """One sample of all files that are its channels, by `channel_pattern`; the listing itself without one.
 
     A sample without a file for each channel is skipped; with `missing_channels` as mean, one without any. Raises
     UserError for keys that the pattern does not match, two files of one channel, and labels or numbers that differ
     within a sample.
     """
-    if not (config.channel_pattern or config.channel_columns):
+    if not config.channel_pattern:
         return listing
     keys = listing.table["key"].to_pylist()
-    of_files = _by_pattern(keys, config.channel_pattern) if config.channel_pattern else _by_columns(keys, config)
-    found = config.channel_columns or sorted({channel for _, channel in of_files})
+    of_files = _by_pattern(keys, config.channel_pattern)
+    found = sorted({channel for _, channel in of_files})
     # "1:dapi" names channel 1 dapi.
     names = {one.partition(":")[0]: one.rpartition(":")[2] for one in config.channels or found}
     if config.to_rgb8:
@@ -208,7 +207,7 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
         if channel in files.setdefault(sample, {}):
             raise UserError(
                 f"{keys[row]!r} and {keys[files[sample][channel]]!r} are both channel {channel!r} of {sample!r}, which"
-                " the group sample of channel_pattern names, or the first file of a row of the list."
+                " the group sample of channel_pattern names."
             )
         files[sample][channel] = row
     known = [tuple(map(tuple, row.values())) for row in listing.table.select(["labels", "targets"]).to_pylist()]
@@ -262,13 +261,6 @@ def _by_pattern(keys: list[str], text: str) -> list[tuple[str, str]]:
             f" {unmatched[0]!r}."
         )
     return [(match["sample"], match["channel"]) for match in matches if match]
-
-
-def _by_columns(keys: list[str], config: ShardConfig) -> list[tuple[str, str]]:
-    """Like `_by_pattern`, for a list with a column for each channel."""
-    # Keys that occur twice have got an extension: a@0_tif and a@0_png.
-    parts = (key.rpartition("@") for key in keys)
-    return [(sample, config.channel_columns[int(number.partition("_")[0])]) for sample, _, number in parts]
 
 
 def _channel_hint(listing: Listing) -> str:

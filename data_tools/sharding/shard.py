@@ -66,7 +66,6 @@ _DECISIVE_IF_SET = (
     "target_columns",
     "channels",
     "channel_pattern",
-    "channel_columns",
     "missing_channels",
     "pages",
     "to_rgb8",

@@ -281,7 +281,7 @@ def _read_image(reader: Reader, source: SourceImage, job: ShardingJob) -> ShardI
     config, is_filled = job.config, False
     try:
         files = [None if file is None else reader.read(*file) for file in source.files]
-        if config.channel_pattern or config.channel_columns:
+        if config.channel_pattern:
             image: ShardImage | None = joined(files, job.pixels, config)
         else:
             original = files[0]

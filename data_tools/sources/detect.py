@@ -39,9 +39,8 @@ def detect_layout(source: AnyPath, config: ShardConfig) -> str:
 def _is_list(schema: pa.Schema, config: ShardConfig) -> bool:
     """Whether a table has paths but no images. Beside images, paths are often those that the files once had."""
     names = schema.names
-    return bool(config.channel_columns) or (
-        config.path_column in names
-        and not (config.image_column in names and holds_images(schema.field(names.index(config.image_column)).type))
+    return config.path_column in names and not (
+        config.image_column in names and holds_images(schema.field(names.index(config.image_column)).type)
     )
 
 

@@ -25,11 +25,10 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     """Report every row of every split's list to the collector.
 
     source: the list, or a folder with one list for each split. Paths are relative to the list's folder, absolute, or
-    URLs. With channel_columns, each file of a row is reported as a sample, whose key ends in @ and the number of its
-    column; an empty cell is not reported. Missing files are listed too: the job reports them as unreadable images. Rows
+    URLs. Missing files are listed too: the job reports them as unreadable images. Rows
     of a list with a split_column are of the splits with its values.
     """
-    columns, of_paths = TableColumns(config, collector), path_columns(config)
+    columns = TableColumns(config, collector)
     listed: dict[BucketPath, dict[str, tuple[int, int]]] = {}
     lists = {split: source / name if name else source for split, name in collector.splits.items()}
     of_value = {split: split for split in lists}
@@ -41,14 +40,12 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     for split, path in lists.items():
         if not path.is_file():
             raise UserError(f"splits.{split} = {missing(str(path), 'file', 'Name a list, as FILE.csv.')}")
-        setting = "channel_columns" if config.channel_columns else "path_column"
-        others = [*((setting, name) for name in of_paths), ("split_column", by_column)]
+        others = [("path_column", config.path_column), ("split_column", by_column)]
         wanted = columns.choose(_column_names(path), str(path), others)
         is_csv = path.suffix != ".parquet"
         table = _read(path, [name for _, name in wanted if name])
-        for name in of_paths:
-            if not is_text(kind := table.schema.field(name).type):
-                raise UserError(f"{path}: column {name!r} holds {kind}, but paths are text.")
+        if not is_text(kind := table.schema.field(config.path_column).type):
+            raise UserError(f"{path}: column {config.path_column!r} holds {kind}, but paths are text.")
         are_numbers = _are_numbers(table[columns.label], config.label_separator) if is_csv and columns.label else None
         columns.check(table.schema, str(path), [], are_numbers)
         parts = pa.repeat(split, len(table))
@@ -57,17 +54,17 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             _report_splits(path, config, parts, collector)
         folder = path.parent
         inside = f"{name_inside(folder, collector.root)}/" if folder != collector.root else ""
-        chosen = [*of_paths, columns.label, config.group_column, *config.target_columns]
+        chosen = [config.path_column, columns.label, config.group_column, *config.target_columns]
         values = [parts, *(table[name] if name else pa.nulls(len(table)) for name in chosen)]
         batches = pa.table(values, [*map(str, range(len(values)))]).to_batches(_ROWS_AT_ONCE)
         rows = (row for batch in batches for row in zip(*(column.to_pylist() for column in batch.columns), strict=True))
         for number, (part, *cells) in enumerate(rows, 1):
-            (*paths, label, group), targets = cells[: len(of_paths) + 2], cells[len(of_paths) + 2 :]
+            name, label, group, *targets = cells
             where = f"{path}, row {number}"
             if part not in of_value:
                 continue
-            if not any(paths):
-                raise UserError(f"{where}: {', '.join(of_paths)} is empty.")
+            if not name:
+                raise UserError(f"{where}: {config.path_column} is empty.")
             for text in filter(None, cells if is_csv else ()):
                 if re.search(r"[\r\n]", text):
                     # It goes on in the next line: the rows until its end would be lost.
@@ -78,20 +75,11 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
                 label = label.split(config.label_separator)
             names, of_group = columns.of_row(label, group, where)
             numbers = columns.targets_of(targets, where)
-            key = _key(next(filter(None, paths)))
-            for channel, name in enumerate(paths):
-                if name:
-                    place = name if name.startswith("/") or "://" in name else inside + name
-                    size, mtime = _look_at(locate(folder, name), listed)
-                    of_file = f"{key}@{channel}" if config.channel_columns else key
-                    of_row = names, place, -1, 0, size, 0, of_group, mtime, numbers
-                    collector.sample(of_value[part], of_file, *of_row)
+            place = name if name.startswith("/") or "://" in name else inside + name
+            size, mtime = _look_at(locate(folder, name), listed)
+            of_row = names, place, -1, 0, size, 0, of_group, mtime, numbers
+            collector.sample(of_value[part], _key(name), *of_row)
     columns.finish()
-
-
-def path_columns(config: ShardConfig) -> list[str]:
-    """The columns of paths: one, or one for each channel."""
-    return config.channel_columns or [config.path_column]
 
 
 def find_splits(source: AnyPath, config: ShardConfig) -> dict[str, str]:
@@ -116,7 +104,7 @@ def _split_column(source: AnyPath, config: ShardConfig) -> str:
     """The column that names the splits of a list's rows; "" if the source is a folder of lists, or has no column of the
     default name.
     """
-    column, others = config.split_column, (*path_columns(config), config.label_column, config.group_column)
+    column, others = config.split_column, (config.path_column, config.label_column, config.group_column)
     if not source.is_file() or (
         column == ShardConfig.split_column and column not in set(_column_names(source)) - {*others}
     ):

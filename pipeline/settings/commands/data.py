@@ -115,10 +115,6 @@ class ShardConfig(ImagesConfig):
     """
     path_column: str = setting("path", needs="layout=auto,list")
     """list: column of paths, relative to the list's folder, absolute, or URLs (s3://, gs://)."""
-    channel_columns: Distinct[str] = setting(list, needs="layout=auto,list")
-    """list: with one file per channel, the columns of their paths, instead of path_column; channels have the names of
-    the columns. A row is one image.
-    """
     label_column: str = setting("label", needs="layout=auto,parquet,list")
     """parquet, list: column of labels: names, numbers, or lists of them; empty: none."""
     label_separator: str = setting(";", min_items=1, needs="layout=auto,list")
@@ -158,7 +154,7 @@ class ShardConfig(ImagesConfig):
     """One file per channel: a regular expression in the key with the groups sample and channel, as
     (?P<sample>.*)-ch(?P<channel>[0-9]+).*; each sample becomes one image.
     """
-    missing_channels: Literal["skip", "mean"] = setting("skip", needs="channel_pattern|channel_columns")
+    missing_channels: Literal["skip", "mean"] = setting("skip", needs="channel_pattern")
     """What a sample without a file for each channel is: skip, a bad image; mean, an image whose other channels are read
     as their mean.
     """
@@ -174,7 +170,6 @@ class ShardConfig(ImagesConfig):
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
         for one, other in (
-            ("channel_columns", "channel_pattern"),
             ("group_column", "group_pattern"),
             ("holdout_per_class", "val_share"),
             ("holdout_per_class", "group_column"),  # It would divide groups.

@@ -12,7 +12,6 @@ from pathlib import Path
 import imagecodecs
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
 import tifffile
@@ -39,7 +38,7 @@ from pipeline.data.dataset.manifest import Dataset, open_dataset, record_pixels
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.settings.commands.data import IndexConfig, ShardConfig, StatsConfig
-from pipeline.settings.schema import build, refuse_without_effect
+from pipeline.settings.schema import build
 
 Arrays = dict[str, np.ndarray]
 
@@ -294,47 +293,6 @@ def test_one_file_for_each_channel(ray_cluster: int, tmp_path: Path, capfd) -> N
     capfd.readouterr()
     shard.run(settings(source, tmp_path / "plates"))
     assert "12 samples of 3 channels" in capfd.readouterr().out
-
-
-def test_a_list_with_a_column_of_files_for_each_channel(ray_cluster: int, tmp_path: Path) -> None:
-    written = {key.replace("/", "_"): values for key, values in arrays("int16", 3).items()}
-    columns = ("dapi", "gfp", "nuclei.2")
-    write_folder(
-        {
-            f"{name}/{key}.tif": tiff(values[..., n])
-            for key, values in written.items()
-            for n, name in enumerate(columns)
-        },
-        tmp_path / "raw",
-    )
-    table: dict[str, list[str]] = {name: [f"{name}/{key}.tif" for key in written] for name in columns}
-    table |= {"label": [key[:3] for key in written], "well": [key[-1] for key in written]}
-
-    def write(**changed: list[str]) -> str:
-        path = tmp_path / "raw" / "cells.csv"
-        pacsv.write_csv(pa.table(table | changed), path)
-        return str(path)
-
-    wanted = {"channel_columns": list(columns), "group_column": "well"}
-    dataset = shard.run(settings(Path(write()), tmp_path / "out", **wanted))
-    assert dataset.pixels.channels == columns
-    assert dataset.classes == ["cat", "dog"]
-    check(dataset, {f"dapi/{key}": values for key, values in written.items()})
-    groups = pa.concat_tables(dataset.table("train").read(["key", "group"])).to_pylist()
-    assert all(row["group"] == row["key"][-1] for row in groups)
-    lacking = write(gfp=["", *table["gfp"][1:]], dapi=[table["dapi"][0], "", *table["dapi"][2:]])
-    rest = shard.run(settings(Path(lacking), tmp_path / "lacking", **wanted, max_bad_share=0.2))
-    check(rest, {f"dapi/{key}": values for key, values in list(written.items())[2:]})
-    filling = settings(Path(lacking), tmp_path / "filled", missing_channels="mean", **wanted)
-    refuse_without_effect(filling)
-    filled = shard.run(filling)
-    assert filled.left_out == {"channels": 2}
-    assert len(stored(filled)) == len(written)
-    with pytest.raises(UserError, match=r"'cy5' \(channel_columns\)"):
-        shard.run(settings(Path(lacking), tmp_path / "no", channel_columns=["dapi", "cy5"]))
-    bare = write(**{name: [*table[name][:1], "", *table[name][2:]] for name in columns})
-    with pytest.raises(UserError, match="row 2"):
-        shard.run(settings(Path(bare), tmp_path / "no", **wanted))
 
 
 @pytest.mark.parametrize("kind", [*FULL_RANGE, "float16", "float32", "float64"])
