@@ -1,6 +1,5 @@
-"""Class rules of a sharding job: which classes it keeps, their order, merged classes, readable names."""
+"""Class rules of a sharding job: which classes it keeps, their order, readable names."""
 
-import difflib
 import unicodedata
 from collections import defaultdict
 from dataclasses import replace
@@ -20,22 +19,24 @@ from pipeline.settings.commands.data import ShardConfig
 
 
 def apply_rules(listing: Listing, config: ShardConfig) -> Listing:
-    """Merge (class_map), then choose and order (class_list), then drop small classes (min_images).
+    """Choose and order (class_list), then drop small classes (min_images).
 
     A sample that loses its last label is excluded, and counted in the notes. Raises UserError for a file that cannot be
     read or names unknown classes, and when no sample is left.
     """
-    chosen = ("class_map", "class_list", "min_images", "holdout_per_class", "synset_names", "label_names")
+    chosen = ("class_list", "min_images", "holdout_per_class", "synset_names", "label_names")
     if not listing.classes and (given := [name for name in chosen if getattr(config, name)]):
         raise UserError(
             f"{given[0]} = {getattr(config, given[0])} needs classes, but the images of {listing.source} have no"
             " labels."
         )
-    if config.class_map:
-        listing = _merge(listing, config.class_map)
     if config.class_list:
         wanted = read_names(config.class_list, "class_list")
-        _refuse_unknown(wanted, listing.classes, f"class_list = {config.class_list}")
+        if unknown := sorted({*wanted} - {*listing.classes}):
+            raise UserError(
+                f"class_list = {config.class_list}: {counted(len(unknown), 'name')} of no class, such as"
+                f" {unknown[0]!r}. There are: {first_of(listing.classes)}."
+            )
         listing = _choose(listing, wanted, f"not in class_list = {config.class_list}")
     if config.min_images:
         counts = _count(listing, listing.splits.index("train"))
@@ -65,7 +66,7 @@ def refuse_untrained(listing: Listing, config: ShardConfig) -> None:
                 f"{listing.source}: 'train' has no image of {len(unknown):,} of the"
                 f" {counted(int(there.sum()), 'class')} of {split!r}, such as {printable(unknown[0])!r}. Are its"
                 " folders or labels those of the same classes? If they are, name the classes to keep:"
-                f" class_list=FILE.{' '.join(['', *_alike_classes(listing)])}"
+                f" class_list=FILE."
             )
 
 
@@ -90,22 +91,6 @@ def readable_names(classes: list[str], synset_names: str) -> list[str] | None:
             f" name', such as: {lines[0][:60]}"
         )
     return [names.get(name, name) for name in classes]
-
-
-def _merge(listing: Listing, path: str) -> Listing:
-    pairs: dict[str, str] = {}
-    for line in read_lines(path, "class_map"):
-        old, _, new = (part.strip() for part in line.partition("\t" if "\t" in line else ","))
-        if not old or not new:
-            raise UserError(f"class_map = {path}: {line!r} is not of the form 'old,new'.")
-        if pairs.setdefault(old, new) != new:
-            raise UserError(f"class_map = {path} sends {old!r} to {pairs[old]!r} and to {new!r}.")
-    _refuse_unknown(list(pairs), listing.classes, f"class_map = {path}")
-    # A merged class takes the position of the first of its old classes; the order of the others does not change.
-    targets = [pairs.get(name, name) for name in listing.classes]
-    classes = list(dict.fromkeys(targets))
-    number = {name: place for place, name in enumerate(classes)}
-    return _relabel(listing, classes, np.array([number[name] for name in targets], np.int32), "")
 
 
 def _choose(listing: Listing, classes: list[str], reason: str) -> Listing:
@@ -145,26 +130,13 @@ def _count(listing: Listing, split: int) -> np.ndarray:
     return counts
 
 
-def odd_classes(listing: Listing, val_share: float = 0) -> list[str]:
-    """Messages about classes that are usually a mistake: by their names, or with no or one training image.
-
-    val_share: if not 0, 'val' was held out by it, and classes without an image in 'val' are named, too.
-    """
+def odd_classes(listing: Listing) -> list[str]:
+    """Messages about classes that are usually a mistake: by their names, or with no or one training image."""
     notes = _alike_classes(listing)
-    if "train" not in listing.splits:
-        return notes
-    counts = _count(listing, listing.splits.index("train"))
-    in_val = _count(listing, listing.splits.index("val")) if val_share else np.zeros_like(counts)
-    kinds = [
-        ("no image in train", (counts == 0) & (in_val == 0)),
-        ("one image only in train", counts == 1),
-        ("all images in val", (counts == 0) & (in_val > 0)),
-        ("no image in val", (counts > 1) & (in_val == 0) & (val_share > 0)),
-    ]
-    for what, are in kinds:
-        if are.any():
-            few = [listing.classes[number] for number in np.flatnonzero(are)]
-            notes.append(f"{counted(len(few), 'class')} with {what}: {first_of(few)}")
+    if "train" in listing.splits:
+        counts = _count(listing, listing.splits.index("train"))
+        if few := [name for name, count in zip(listing.classes, counts, strict=True) if count < 2]:
+            notes.append(f"{counted(len(few), 'class')} with at most one image in train: {first_of(few)}")
     return notes
 
 
@@ -177,19 +149,7 @@ def _alike_classes(listing: Listing) -> list[str]:
         groups[" ".join(unicodedata.normalize("NFKC", name).casefold().replace("_", " ").split())].append(name)
     return [
         f"{' and '.join(map(ascii, names))}: these names differ in case, spaces or the form of their Unicode characters"
-        " only, and are different classes here. If they are not, merge them: class_map=FILE, with a line 'old,new' for"
-        " each"
+        " only, and are different classes here. If they are not, rename one"
         for names in groups.values()
         if len(names) > 1
     ]
-
-
-def _refuse_unknown(names: list[str], known: list[str], what: str) -> None:
-    there = set(known)
-    unknown = [name for name in names if name not in there]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], known, n=1) or known[:5]
-        raise UserError(
-            f"{what}: {counted(len(unknown), 'name')} of no class, such as {unknown[0]!r}. Did you mean one of these:"
-            f" {', '.join(near)}?"
-        )

@@ -119,7 +119,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         split = hold_out(listing, config)
         for note in [
             *describe_groups(groups_of(split)),
-            *odd_classes(split, config.val_share),
+            *odd_classes(split),
             *describe_targets(split),
         ]:
             print(note)

@@ -43,7 +43,7 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
             if config.label_names and layout.by_folders:
                 raise UserError(
                     f"label_names = {config.label_names} names labels that are numbers, but in layout = {name} folders"
-                    " name the classes. Leave it out: class_list=FILE chooses classes, class_map=FILE renames them."
+                    " name the classes. Leave it out: class_list=FILE chooses classes."
                 )
             splits = config.splits
             if splits == _ONE_SPLIT:

@@ -134,8 +134,6 @@ class ShardConfig(ImagesConfig):
     """
     label_names: PathText = ""
     """File of class names, one per line, for labels that are numbers from 0."""
-    class_map: PathText = ""
-    """File of lines 'old,new' (or tab-separated) that rename or merge classes."""
     class_list: PathText = ""
     """File of class names, one per line: keep only these, in this order."""
     min_images: NonNegativeInt = 0
@@ -195,7 +193,7 @@ class ShardConfig(ImagesConfig):
         for name in ("val_share", "holdout_per_class", "min_images"):
             if getattr(self, name) and "train" not in self.splits:
                 raise UserError(f"{name} needs a split 'train', but splits has only {', '.join(self.splits)}.")
-        needs_classes = ("label_names", "class_map", "class_list", "min_images", "holdout_per_class", "synset_names")
+        needs_classes = ("label_names", "class_list", "min_images", "holdout_per_class", "synset_names")
         for name in needs_classes if self.layout == "images" else ():
             if getattr(self, name):
                 raise UserError(
