@@ -234,12 +234,6 @@ def sorted_by_key(table: pa.Table, scratch: AnyPath | None = None) -> pa.Table:
     return sorted_by(table, ("split", "key", "name"), scratch)
 
 
-def repeated(table: pa.Table) -> np.ndarray:
-    """Rows of a sorted table that have the split and key of the next row."""
-    keys, splits = table["key"], table["split"]
-    return np.flatnonzero(pc.and_(pc.equal(keys[1:], keys[:-1]), pc.equal(splits[1:], splits[:-1])).to_numpy())
-
-
 def label_pairs(table: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     """(row, label) of every label of every sample: two integer arrays of equal length, ordered by row."""
     labels = table["labels"].combine_chunks()
@@ -264,8 +258,6 @@ class Collector:
 
     classes: all class names in order, if the layout defines an order; else they are sorted.
     root: the folder that the names of separate files are relative to, if it is not the source.
-    prefixes: one for each container, for layouts whose keys may repeat between containers; if some do, every key gets
-    its container's prefix.
     is_labelled: see Listing. archives: if not None, `file` puts the names of archives here, with their suffixes.
     progress: shown while its block lasts.
     unpacked: container that was unpacked from a file of the source -> this file, whose time of change counts.
@@ -279,7 +271,6 @@ class Collector:
     by_folders: bool = True
     root: AnyPath | None = None
     notes: list[str] = field(default_factory=list)
-    prefixes: list[str] = field(default_factory=list)
     progress: ProgressMeter = field(default_factory=lambda: ProgressMeter(None, done=LISTED))
     is_labelled: bool = True
     archives: dict[str, str] | None = None
@@ -405,7 +396,7 @@ class Collector:
 
     def restart(self) -> None:
         """Forget all samples, containers and skipped items reported so far."""
-        for reported in (self._parts, self._rows, self.containers, self._mtimes, self.prefixes, self.skipped):
+        for reported in (self._parts, self._rows, self.containers, self._mtimes, self.skipped):
             reported.clear()
         self._spill = None
 
@@ -454,36 +445,16 @@ class Collector:
             rows, labels = label_pairs(table)
             return with_columns(table, labels=label_lists(rows, ranks[labels], len(table)))
 
-        table = sorted_by_key(changed(table, renumbered, self.scratch), self.scratch)
-        notes = self.notes
-        if self.prefixes and len(repeated(table)):
-            prefixes = pa.array([f"{prefix.replace('.', '_')}/" for prefix in self.prefixes], pa.large_string())
-
-            def prefixed(table: pa.Table) -> pa.Table:
-                of_rows = prefixes.take(table["container"].combine_chunks())
-                keys = pc.binary_join_element_wise(of_rows, table["key"], pa.scalar("", pa.large_string()))
-                return with_columns(table, key=keys)
-
-            table = sorted_by_key(changed(table, prefixed, self.scratch), self.scratch)
-            notes.append(
-                "keys repeat between tars: each gets the name of its tar as a prefix, such as"
-                f" {table['key'][0].as_py()}"
-            )
-        if not self.is_labelled and not self.prefixes and len(twice := repeated(table)):
-            # a/1 of a/1.jpg and a/1.png become a/1_jpg and a/1_png.
-            keys = table["key"].to_pylist()
-            for row in np.union1d(twice, twice + 1).tolist():
-                keys[row] += f"_{table['name'][row].as_py().rpartition('.')[2]}"
-            table = sorted_by_key(with_columns(table, key=pa.array(keys, pa.large_string())), self.scratch)
-            notes.append(
-                f"{counted(len(twice), 'file')} named as another except for the extension: their keys have it, too"
-            )
-        if len(twice := repeated(table)):
+        table, notes = sorted_by_key(changed(table, renumbered, self.scratch), self.scratch), self.notes
+        keys, splits = table["key"], table["split"]
+        same = pc.and_(pc.equal(keys[1:], keys[:-1]), pc.equal(splits[1:], splits[:-1]))
+        if len(twice := np.flatnonzero(same.to_numpy())):
             first, second = table.slice(int(twice[0]), 2).to_pylist()
             raise UserError(
                 f"{self.source}: {first['name']} and {second['name']} have the same key, {first['key']!r}"
                 f" ({counted(len(twice), 'such key')}). A key is the name without the extension, in tars of samples up"
-                " to its first dot, and dots become _. Rename or remove one."
+                " to its first dot, and dots become _. Rename or remove one; in tars"
+                " that launch/index.py indexes in place keys may repeat."
             )
         notes += self._ignored()
         if self._outside.count:

@@ -85,7 +85,6 @@ def _report(files: list[tuple[str, str, AnyPath]], numbers: ClassNumbers | None,
     has_labels, bare = False, Few()
     for split, tar, path in files:
         container = collector.add_container(path)
-        collector.prefixes.append(tar.removesuffix(".tar"))
         with path.open("rb") as file:
             for sample in complete_samples(file, path):
                 where = f"{tar}: {sample.name}"

@@ -489,15 +489,6 @@ def test_webdataset(tmp_path: Path) -> None:
     assert listing.notes == ["ignored 1 sample: val-0.tar: 8.jpg (no .cls and no .json)"]
 
 
-def test_webdataset_whose_keys_come_again_from_tar_to_tar(tmp_path: Path) -> None:
-    (tmp_path / "raw/more").mkdir(parents=True)
-    for number, name in enumerate(("v1.0", "more/v1.0")):
-        write_tar({"0.jpg": jpeg(number), "0.cls": b"0"}, tmp_path / f"raw/{name}.tar")
-    listing = listed(tmp_path / "raw")
-    assert samples(listing) == {f"{tar}/0": ("train", ("0",), jpeg(i)) for i, tar in enumerate(("v1_0", "more/v1_0"))}
-    assert listing.notes == ["keys repeat between tars: each gets the name of its tar as a prefix, such as more/v1_0/0"]
-
-
 def test_tars_of_data_sets_have_the_classes_of_these(tmp_path: Path) -> None:
     """Label 0 of two data sets is one class only if both say so; a tar alone has the classes of the data set beside it,
     too.

@@ -74,15 +74,6 @@ def test_archives_below_a_folder_are_folders(tmp_path: Path) -> None:
     assert "ignored 2 files without an image extension: b/1.txt, c/inner.tar" in listing.notes
 
 
-def test_names_that_differ_in_the_extension_keep_it(tmp_path: Path) -> None:
-    source = write_folder(
-        {"a/1.jpg": jpeg(1), "a/1.JPG": jpeg(2), "a/1.png": jpeg(3), "b/1.jpg": jpeg(4)}, tmp_path / "raw"
-    )
-    listing = listed(source, layout="images")
-    assert unlabelled(listing) == {"a/1_jpg": jpeg(1), "a/1_JPG": jpeg(2), "a/1_png": jpeg(3), "b/1": jpeg(4)}
-    assert any("named as another except for the extension" in note for note in listing.notes)
-
-
 def test_splits_are_folders(tmp_path: Path) -> None:
     source = write_folder({"a/1.jpg": jpeg(1), "b/2/1.jpg": jpeg(2), "c/3.jpg": jpeg(3)}, tmp_path / "raw")
     listing = listed(source, layout="images", splits={"train": "a", "val": "b"})
