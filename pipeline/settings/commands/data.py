@@ -209,12 +209,10 @@ class ShardConfig(ImagesConfig):
 
 
 class VtabPrepareConfig(JobConfig):
-    """Preparation of VTAB-1k: a data set for each of the 19 tasks, from original files or lists."""
+    """Preparation of VTAB-1k: a data set for each of the 19 tasks, from the original files."""
 
     originals: PathText = ""
     """Folder with one folder per source data set, which contains the files as published (docs/vtab.md)."""
-    lists: PathText = ""
-    """Folder of vtab-1k lists (train800.txt, ...), for tasks not in originals; without proof of splits."""
     out: PathText = setting(output="folder or URL")
     """Folder or URL (s3://, gs://) of the tasks' data sets"""
     tasks: list[str] = []
@@ -232,8 +230,8 @@ class VtabPrepareConfig(JobConfig):
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
-        if not (self.prove or self.originals or self.lists):
-            raise UserError("Set where the images are: originals=... or lists=... (docs/vtab.md).")
+        if not (self.prove or self.originals):
+            raise UserError("Set where the images are: originals=... (docs/vtab.md).")
 
 
 class IndexConfig(ImagesConfig):
