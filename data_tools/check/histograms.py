@@ -1,20 +1,16 @@
 """Draws the statistics of a data set as one page of histograms."""
 
-from collections.abc import Sequence
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
 from data_tools.check.count import SplitCounts
 from pipeline.base.page import png, style_axes
-from pipeline.base.words import counted, of_classes, printable, shorten, si
+from pipeline.base.words import counted, of_classes, printable, si
 from pipeline.data.dataset.manifest import Dataset
 
-_MAX_NAMED = 20
 _MOST_TARGETS = 4
-_MAX_NAME = 18
 _BINS = 60
 # Quantiles shown in each histogram, so that outliers do not compress the rest.
 _SHOWN = (0.001, 0.999)
@@ -39,54 +35,41 @@ def draw_histograms(dataset: Dataset, counts: dict[str, SplitCounts]) -> bytes:
     title = f"{printable(dataset.path.name)}: {counted(total, 'image')} {of_classes(dataset.num_classes)}"
     figure.suptitle(title, fontsize=15, parse_math=False)
     if dataset.classes:
-        _classes(panels.pop(0), counts, dataset.class_names, colours)
+        _classes(panels.pop(0), counts, colours)
     sides, aspects, sizes, *of_targets = panels
-    _histogram(sides, {split: of.short for split, of in counts.items()}, colours)
+    _histogram(sides, {split: np.maximum(of.short, 1) for split, of in counts.items()}, colours)
     sides.set(title="Short side", xlabel="pixels")
-    _histogram(aspects, {split: of.aspect for split, of in counts.items()}, colours, is_log=True)
+    _histogram(aspects, {split: of.aspect for split, of in counts.items()}, colours)
     aspects.set(title="Aspect ratio", xlabel="width / height")
-    _histogram(sizes, {split: np.maximum(of.size, 1) for split, of in counts.items()}, colours, is_log=True)
+    _histogram(sizes, {split: np.maximum(of.size, 1) for split, of in counts.items()}, colours)
     sizes.set(title="Size of a file", xlabel="bytes")
     for axes, target in zip(of_targets, targets, strict=False):
         _target(axes, {split: of.targets[target] for split, of in counts.items()}, colours)
-        axes.set(title=shorten(printable(target), 3 * _MAX_NAME), xlabel="value")
+        axes.set(title=printable(target), xlabel="value")
     handles = [sides.plot([], [], "s", color=colour, label=split)[0] for split, colour in colours.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     return png(figure)
 
 
-def _classes(axes: Axes, counts: dict[str, SplitCounts], names: Sequence[str], colours: Colours) -> None:
-    if len(names) <= _MAX_NAMED:
-        short = [shorten(printable(name), _MAX_NAME) for name in names]
-        _bars(axes, {split: of.classes.tolist() for split, of in counts.items()}, short, colours)
-        axes.set(title="Images of a class")
-        return
+def _classes(axes: Axes, counts: dict[str, SplitCounts], colours: Colours) -> None:
     for split, of in counts.items():
         ranked = np.sort(of.classes)[::-1]
-        axes.plot(np.arange(1, len(ranked) + 1), ranked, color=colours[split], linewidth=2)
+        axes.stairs(ranked, np.arange(len(ranked) + 1), color=colours[split], linewidth=2)
     axes.set_yscale("symlog", linthresh=1)  # A class may have none.
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(FuncFormatter(_number))
     axes.set(title="Images of a class", xlabel="classes, the largest first")
 
 
-def _histogram(axes: Axes, values: dict[str, np.ndarray], colours: Colours, is_log: bool = False) -> None:
-    """Share of each split's images by value, on a logarithmic axis if is_log."""
-    first, last = np.quantile(np.concatenate(list(values.values())), _SHOWN, method="inverted_cdf")
-    if is_log:
-        low, high = np.log2(first), np.log2(last)
-        margin = max(0.1, (high - low) / 20)
-        edges = np.logspace(low - margin, high + margin, _BINS, base=2).tolist()
-        axes.set_xscale("log")
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter(FuncFormatter(_number))
-    else:
-        # Equal numbers of values in each bin; other edges would give a comb pattern.
-        step = -(-(last - first + 1) // _BINS)
-        edges = (np.arange(first - 3 * step, last + 4 * step, step) - 0.5).tolist()
-        axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
-    _draw(axes, values, edges, colours)
+def _histogram(axes: Axes, values: dict[str, np.ndarray], colours: Colours) -> None:
+    """Share of each split's images by value, on a logarithmic axis."""
+    low, high = np.log2(np.quantile(np.concatenate(list(values.values())), _SHOWN, method="inverted_cdf"))
+    margin = max(0.1, (high - low) / 20)
+    axes.set_xscale("log")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(FuncFormatter(_number))
+    _draw(axes, values, np.logspace(low - margin, high + margin, _BINS, base=2).tolist(), colours)
 
 
 def _target(axes: Axes, values: dict[str, np.ndarray], colours: Colours) -> None:
@@ -102,18 +85,6 @@ def _draw(axes: Axes, values: dict[str, np.ndarray], edges: list[float], colours
         axes.hist(of, edges, weights=shares, histtype="step", color=colours[split], linewidth=1.2)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
     axes.set_ylabel("share of the split's images")
-
-
-def _bars(axes: Axes, heights: dict[str, list[int]], names: Sequence, colours: Colours) -> None:
-    width = 0.8 / max(len(heights), 1)
-    for number, (split, of_split) in enumerate(heights.items()):
-        places = np.arange(len(names)) - 0.4 + (number + 0.5) * width
-        axes.bar(places, of_split, width, color=colours[split])
-    turn = 40 if len(names) > 5 else 0
-    axes.set_xticks(range(len(names)), names, rotation=turn, ha="right" if turn else "center", parse_math=False)
-    if len(names) < 4:
-        axes.set_xlim(-1.5, len(names) + 0.5)
-    axes.yaxis.set_major_formatter(FuncFormatter(_number))
 
 
 def _number(value: float, _: object) -> str:
