@@ -137,7 +137,7 @@ def test_the_command_sends_all_of_it_to_mlflow(
         assert sent.read_bytes() == (out / name).read_bytes()
 
 
-def test_numbers_to_predict_are_described_and_drawn(tmp_path: Path) -> None:
+def test_numbers_to_predict_are_described(tmp_path: Path) -> None:
     data = make_dataset(tmp_path / "data", {"train": 30, "val": 9}, labelled=False, targets=["red", "dose (mg/l)"])
     found = run(data, tmp_path / "out", sheet=0)
     values = open_dataset(data).split("train").target_values
@@ -149,8 +149,3 @@ def test_numbers_to_predict_are_described_and_drawn(tmp_path: Path) -> None:
     assert "train.targets.dose__mg_l_.median" in stats.metrics(found)
     plain = run(make_dataset(tmp_path / "plain", {"train": 9}, labelled=False), tmp_path / "plain-out", sheet=0)
     assert plain["splits"]["train"]["targets"] == {}
-    with (
-        Image.open(tmp_path / "out/histograms.png") as drawn,
-        Image.open(tmp_path / "plain-out/histograms.png") as other,
-    ):
-        assert drawn.height > other.height
