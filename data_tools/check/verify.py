@@ -34,7 +34,6 @@ from pipeline.settings.commands.data import VerifyConfig
 LIST = "damaged"
 REPORT, DETAILS = "report.json", "damage.csv"
 _BATCH = 2**16
-_NAMED = 3
 
 
 def run(config: VerifyConfig) -> dict[str, Any]:
@@ -131,15 +130,15 @@ def _jobs(dataset: Dataset, shards: list[Shard], samples: pq.ParquetFile | None)
 
 
 def _summary(found: pa.Table) -> dict[str, Any]:
-    """Counts of findings, with the first few of each kind."""
+    """Counts of findings, with the first of each kind."""
     in_shard = found.filter(pc.not_equal(found["shard"], ""))
     unfit = found.filter(found["is_unfit"])
     kinds = {}
     for kind in [*TAR_KINDS, *SAMPLE_KINDS]:
         of_kind = found.filter(pc.equal(found["kind"], kind))
         if len(of_kind):
-            first = of_kind.slice(0, _NAMED).select(["split", "shard", "row", "key", "detail"]).to_pylist()
             names = of_kind["shard"].filter(pc.not_equal(of_kind["shard"], ""))  # "" is the manifest.
+            first = " ".join(of_kind[name][0].as_py() for name in ("shard", "key", "detail")).strip()
             kinds[kind] = {"count": len(of_kind), "shards": pc.count_distinct(names).as_py(), "first": first}
     return {
         "damaged_shards": pc.count_distinct(in_shard["shard"]).as_py(),
@@ -177,16 +176,11 @@ def _print_report(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed
         f" {si(report['bytes'], 'B')} in {duration(report['seconds'])}"
     )
     if report["is_whole"]:
-        emptied = f"; {listed} is empty now" if listed else ""
-        print(f"{dataset.path}: intact. {read}; fingerprint {dataset.fingerprint}{emptied}")
+        print(f"{dataset.path}: intact. {read}; fingerprint {dataset.fingerprint}")
         return
     print(f"{dataset.path}: DAMAGED. {read}.")
-    print(f"{'kind':<12} {'findings':>9} {'shards':>7}  first")
     for kind, of_kind in report["kinds"].items():
-        print(f"{kind:<12} {of_kind['count']:>9,} {of_kind['shards']:>7,}  {(SAMPLE_KINDS | TAR_KINDS)[kind]}:")
-        for first in of_kind["first"]:
-            where = " ".join(filter(None, (first["shard"], first["key"])))
-            print(f"{'':<31} {where}: {first['detail']}" if where else f"{'':<31} {first['detail']}")
+        print(f"  {kind}, {of_kind['count']:,}: {(SAMPLE_KINDS | TAR_KINDS)[kind]}, such as {of_kind['first']}")
     print(f"All of them: {out / DETAILS}")
     if listed:
         print(
@@ -196,10 +190,9 @@ def _print_report(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed
 
 
 def _remedy(dataset: Dataset) -> str:
-    source = dataset.info["source"].get("path")
     if dataset.info["source"].get("indexed"):
-        return f"Copy the tars again from where they came (to {source}), and verify once more."
+        return "Copy the tars again from where they came, and verify once more."
     return (
-        f"Copy it again, or run the same launch/shard.py again{f' (source={source})' if source else ''}: it makes"
-        " damaged shards again, and leaves intact ones as they are. Then verify once more."
+        "Copy it again, or run the same launch/shard.py again: it makes damaged shards again, and leaves intact ones as"
+        " they are. Then verify once more."
     )
