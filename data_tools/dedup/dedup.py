@@ -9,7 +9,6 @@ with one file per searched shard). Shards whose file exists are not read or sear
 
 import hashlib
 import json
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,10 @@ from data_tools.dedup.thumbnails import (
     unfinished,
 )
 from pipeline.base.errors import UserError
-from pipeline.base.gallery import LINE_CHARACTERS, Tile, folded, gallery
+from pipeline.base.gallery import Tile, folded, gallery
 from pipeline.base.locks import only_writer
 from pipeline.base.page import png
-from pipeline.base.words import counted, printable, shorten
+from pipeline.base.words import counted, printable
 from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.exclusion import (
     EXCLUDED,
@@ -88,7 +87,7 @@ def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfi
     pictures = []
     for i in np.argsort(-copies.distances, kind="stable")[:_MAX_PICTURED].tolist():
         other = _tile(tests or [searched], int(copies.others[i]), of[i])
-        copy = _tile([searched], int(copies.rows[i]), f"{copies.distances[i]:.3f}  {keys[i]}")
+        copy = _tile([searched], int(copies.rows[i]), f"{copies.distances[i]:.3f}", keys[i])
         pictures.append((other, copy))
     done = _write(searched, names, pa.Table.from_pydict(columns, EXCLUDED), report, pictures)
     _print(report)
@@ -203,14 +202,11 @@ def _names(tests: Sequence[ComparedSplit], rows: np.ndarray) -> list[str]:
     return names.tolist()
 
 
-def _tile(parts: Sequence[ComparedSplit], row: int, caption: str) -> Tile:
-    """An image with its caption. row: counted over all parts."""
+def _tile(parts: Sequence[ComparedSplit], row: int, *lines: str) -> Tile:
+    """An image with lines over it. row: counted over all parts."""
     of_part, rows = _located(parts, np.array([row]))
     pixels = parts[of_part[0]].thumbnail(int(rows[0]), _SIDE)
-    # Lines end behind a slash where they can.
-    folders = shorten(printable(caption), 3 * LINE_CHARACTERS).replace("/", "/ ")
-    lines = [line.replace("/ ", "/") for line in textwrap.wrap(folders, LINE_CHARACTERS)]
-    return Tile(_GREY if pixels is None else pixels, lines)
+    return Tile(_GREY if pixels is None else pixels, [*map(printable, lines)])
 
 
 def _write(

@@ -131,7 +131,6 @@ def test_images_of_16_bits_are_compared_as_their_pictures(ray_cluster: int, tmp_
 
 def test_a_killed_search_goes_on(photos: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(within_split, "_BLOCK", 20)
-    search(photos, max_distance=0.1)
     first = search(photos)
     (folder,) = (photos.path / "dedup/search").iterdir()
     first_block = [path for path in folder.iterdir() if path.name.startswith("1")]
