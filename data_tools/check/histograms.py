@@ -3,11 +3,11 @@
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, NullLocator, PercentFormatter
 
 from data_tools.check.count import SplitCounts
 from pipeline.base.page import png, style_axes
-from pipeline.base.words import counted, of_classes, printable, si
+from pipeline.base.words import counted, of_classes, printable
 from pipeline.data.dataset.manifest import Dataset
 
 _BINS = 60
@@ -48,7 +48,7 @@ def _classes(axes: Axes, counts: dict[str, SplitCounts], colours: Colours) -> No
         axes.stairs(ranked, np.arange(len(ranked) + 1), color=colours[split], linewidth=2)
     axes.set_yscale("symlog", linthresh=1)  # A class may have none.
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(FuncFormatter(_number))
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set(title="Images of a class", xlabel="classes, the largest first")
 
 
@@ -60,15 +60,10 @@ def _histogram(axes: Axes, values: dict[str, np.ndarray], colours: Colours) -> N
     axes.set_xscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(_number))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     edges = np.logspace(low - margin, high + margin, _BINS, base=2).tolist()
     for split, of in values.items():
         shares = np.full(len(of), 1 / max(len(of), 1))
         axes.hist(of, edges, weights=shares, histtype="stepfilled", color=colours[split], alpha=0.35)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
     axes.set_ylabel("share of the split's images")
-
-
-def _number(value: float, _: object) -> str:
-    """1,500 as 1.5k; no exponents."""
-    return si(value, "").replace(" ", "")
