@@ -6,7 +6,6 @@ Reads the tables of the manifest directly, because `Dataset.split` raises for th
 import json
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -20,7 +19,6 @@ from data_tools.check.verify_shard import SAMPLE_KINDS, TAR_KINDS, VerifyJob, ch
 from data_tools.tasks import tasks_on_cluster
 from pipeline.base.files import as_csv
 from pipeline.base.locks import only_writer
-from pipeline.base.progress import duration
 from pipeline.base.words import counted, si
 from pipeline.cluster import ray_tasks
 from pipeline.data.dataset import exclusion, manifest, mapped_index
@@ -41,7 +39,6 @@ def run(config: VerifyConfig) -> dict[str, Any]:
 
     Raises UserError when there is no list of shards to check.
     """
-    begin = time.monotonic()
     dataset = open_dataset(ray_tasks.shared_path("data", config.data))
     out = ray_tasks.shared_path("out", config.out) if config.out else dataset.path / "verify"
     if isinstance(out, Path):
@@ -50,10 +47,10 @@ def run(config: VerifyConfig) -> dict[str, Any]:
         # Checks with other folders write the same list.
         with suppress(OSError):  # The list of a read-only data set is not written.
             stack.enter_context(only_writer(dataset.path / exclusion.FOLDER))
-        return _check(dataset, out, config, begin)
+        return _check(dataset, out, config)
 
 
-def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -> dict[str, Any]:
+def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig) -> dict[str, Any]:
     shards = dataset.shards(verify=False)
     details, samples, damaged_indexes = _check_manifest(dataset, shards)
     findings = [findings_table([("manifest", "", "", -1, "", detail, False) for detail in details])]
@@ -74,7 +71,6 @@ def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -
         "shards": len(shards),
         "samples": shown[0],
         "bytes": num_bytes,
-        "seconds": time.monotonic() - begin,
         **_summary(found),
     }
     # The report comes last: with it, damage.csv and the list are of the same check.
@@ -172,8 +168,7 @@ def _write_list(dataset: Dataset, found: pa.Table) -> AnyPath | None:
 
 def _print_report(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed: AnyPath | None) -> None:
     read = (
-        f"read {counted(report['shards'], 'shard')}, {counted(report['samples'], 'image')},"
-        f" {si(report['bytes'], 'B')} in {duration(report['seconds'])}"
+        f"read {counted(report['shards'], 'shard')}, {counted(report['samples'], 'image')}, {si(report['bytes'], 'B')}"
     )
     if report["is_whole"]:
         print(f"{dataset.path}: intact. {read}; fingerprint {dataset.fingerprint}")
