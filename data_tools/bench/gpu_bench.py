@@ -16,7 +16,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from data_tools.bench import gpu_step
@@ -48,7 +47,6 @@ def run(config: GpuBenchConfig) -> None:
     else:
         os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
     bench = GpuBench(config)
-    bench.deadline -= time.time() - psutil.Process().create_time()  # The budget is the command's, with its imports.
     try:
         bench.measure()
     finally:  # Also after Ctrl-C.

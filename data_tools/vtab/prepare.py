@@ -70,8 +70,8 @@ def run(config: VtabPrepareConfig) -> None:
     print(f"{len(ready)} of {counted(len(TASKS), 'task')} are ready: {', '.join(ready) or 'none'}", flush=True)
     wrong = failed | (missing if config.tasks else {})
     if wrong:
-        few = "; ".join(f"{name}: {error}" for name, error in [*wrong.items()][:2])
-        raise UserError(f"{len(wrong)} of {counted(len(tasks), 'task')} were not made: {few}")
+        errors = "; ".join(f"{name}: {error}" for name, error in wrong.items())
+        raise UserError(f"{len(wrong)} of {counted(len(tasks), 'task')} were not made: {errors}")
     if not ready:
         raise UserError("No task has its files. Each data set has a folder of its own in originals (docs/vtab.md).")
 
