@@ -10,8 +10,6 @@ smallnorb. docs/vtab.md lists the files; missing files are reported with their U
       python launch/vtab_prepare.py originals=/data/originals out=datasets/vtab
   Some tasks only:
       python launch/vtab_prepare.py originals=/data/originals out=datasets/vtab tasks=[pets,clevr_count]
-  From the vtab-1k lists common among PyTorch users (splits cannot be proved):
-      python launch/vtab_prepare.py lists=vtab-1k out=datasets/vtab
   Prove that the splits are the official ones, by computing them again from the keys; exit code 2 if not:
       python launch/vtab_prepare.py prove=true out=datasets/vtab
   On a Ray cluster whose nodes share a file system (absolute paths):

@@ -5,10 +5,10 @@ import pyarrow as pa
 
 from data_tools.sources.reader import read_thumbnail
 from pipeline.base import random_numbers
-from pipeline.base.gallery import DPI, Tile, gallery
+from pipeline.base.gallery import DPI, MAX_IMAGES, Tile, gallery, lines_of
 from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
-from pipeline.base.words import counted, printable
+from pipeline.base.words import printable
 from pipeline.data.dataset.manifest import SAMPLES_FILE, Dataset
 from pipeline.data.storage.parquet import open_parquet
 
@@ -25,29 +25,19 @@ def draw_sheet(dataset: Dataset, num_images: int, class_counts: np.ndarray) -> b
     """
     there = np.flatnonzero(class_counts)
     by_size = there[np.argsort(-class_counts[there], kind="stable")]
-    # With few classes one row for each; with many, one image of each.
-    columns = max(2, round((num_images * 1.2) ** 0.5))
     num_classes = min(len(by_size), num_images)
-    per_class = num_images // max(num_classes, 1)
-    classes = by_size[np.round(np.linspace(0, len(by_size) - 1, num_classes)).astype(int)] if num_classes else by_size
-    samples = _choose(dataset, classes, per_class)
-    columns = per_class if 4 <= per_class <= 16 else columns
-    shards, class_names = dataset.shards(), dataset.class_names
-    tiles = []
-    for sample in samples:
-        name, about = sample["key"], [f"{sample['width']}×{sample['height']}"]
+    classes = by_size[np.linspace(0, len(by_size) - 1, num_classes).round().astype(int)]
+    shards, tiles = dataset.shards(), []
+    for sample in _choose(dataset, classes, num_images // max(num_classes, 1)):
+        name, about = sample["key"], f"{sample['width']}×{sample['height']}"
         if len(classes):
-            name, number_of = class_names[sample["class"]], int(class_counts[sample["class"]])
-            about = [counted(number_of, "image"), *about]
+            name = dataset.class_names[sample["class"]]
         tar = str(dataset.shard_path(shards[sample["shard"]].name))
         if (pixels := read_thumbnail(tar, sample["offset"], sample["size"], _SIDE, dataset.pixels)) is None:
-            pixels, about[-1] = _GREY, "unreadable"
-        tiles.append(Tile(pixels, [printable(name), *about]))
-    about_all = f"{len(samples)} of {counted(sum(dataset.info['samples'].values()), 'image')}"
-    if len(classes):
-        about_all += f", {len(classes)} of {counted(dataset.num_classes, 'class')}; the largest classes first"
-    rows = [tiles[first : first + columns] for first in range(0, len(tiles), columns)]
-    return png(gallery(rows or [[]], printable(dataset.path.name), about_all), DPI, dataset.pixels.describe_shown())
+            pixels, about = _GREY, "unreadable"
+        tiles.append(Tile(pixels, [printable(name), about]))
+    sheet = gallery(lines_of(tiles, MAX_IMAGES), printable(dataset.path.name))
+    return png(sheet, DPI, dataset.pixels.describe_shown())
 
 
 def _choose(dataset: Dataset, classes: np.ndarray, per_class: int) -> list[dict]:

@@ -45,8 +45,6 @@ def _read(path: str) -> list[dict[str, str]]:
             lines, header = list(reader), reader.fieldnames or []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"samples = {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
-    if not lines:
-        raise UserError(f"samples = {path} has no line below a header, so there is nothing to exclude.")
     if not {"split", "key"} <= {*header}:
         raise UserError(f"samples = {path} must have the columns split and key, and has {', '.join(header)}.")
     return lines
@@ -61,13 +59,12 @@ def _rows(dataset: Dataset, path: str, split: str, lines: list[dict[str, str]]) 
         places[every[row].as_py()].append(row)
     for line in lines:
         key = line["key"]
-        found = places[key]
-        if len(found) > 1:  # Tars of others may repeat a key.
-            found = [row for row in found if str(row) == line.get("row")]
+        # Tars of others may repeat a key.
+        found = [row for row in places[key] if len(places[key]) == 1 or str(row) == line.get("row")]
         if not found:
-            what, remedy = "no sample", ""
-            if places[key]:
-                what, remedy = "several samples", " Give its row of the manifest in a column row."
-            raise UserError(f"samples = {path}: split {split!r} of {dataset.path} has {what} {key!r}.{remedy}")
+            raise UserError(
+                f"samples = {path}: split {split!r} of {dataset.path} has no sample {key!r}, or several, which their"
+                " row of the manifest in a column row would tell apart."
+            )
         reason = [f"{name} {value}" for name, value in line.items() if name and value and name not in _COLUMNS]
         yield {"split": split, "row": found[0], "key": key, "reason": "; ".join(reason) or Path(path).name}

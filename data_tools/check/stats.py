@@ -1,9 +1,6 @@
 """Statistics of a data set from its manifest: counts, sizes, formats; optionally a contact sheet."""
 
 import json
-import re
-import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,21 +12,15 @@ from data_tools.check.count import SplitCounts, count
 from data_tools.check.histograms import draw_histograms
 from data_tools.sharding.copies import copy_notes, exact_copies
 from data_tools.sharding.values import measure_values
-from pipeline.architecture.pixels import RGB8
-from pipeline.base.errors import UserError
 from pipeline.base.files import as_csv
-from pipeline.base.progress import duration
 from pipeline.base.words import counted, of_classes, si
 from pipeline.cluster import ray_tasks
-from pipeline.data.dataset.manifest import Dataset, open_dataset
+from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.images.stored import describe_left_out
 from pipeline.data.storage.atomic import write_files
-from pipeline.data.storage.bucket import AnyPath, BucketPath
-from pipeline.monitor.run_page import DatasetFacts, RunFacts
-from pipeline.monitor.tracking import send_report
+from pipeline.data.storage.bucket import AnyPath
 from pipeline.process.outputs import hold, try_output
 from pipeline.settings.commands.data import StatsConfig
-from pipeline.settings.schema import flatten
 
 STATS, CLASSES = "stats.json", "classes.csv"
 HISTOGRAMS, SHEET = "histograms.png", "contact_sheet.png"
@@ -37,16 +28,9 @@ _QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 
 
 def run(config: StatsConfig) -> dict[str, Any]:
-    """Write the report and figures into the folder, print a table, and send both to MLflow if it is set. Returns the
-    content of stats.json.
-    """
-    begin = time.monotonic()
+    """Write the report and figures into the folder, and print a table. Returns the content of stats.json."""
     dataset = open_dataset(ray_tasks.shared_path("data", config.data))
     out = ray_tasks.shared_path("out", config.out) if config.out else dataset.path / "stats"
-    if config.mlflow and isinstance(out, BucketPath):
-        raise UserError(
-            f"mlflow=... keeps its record beside the report, but that is in a bucket ({out}). Add out=FOLDER."
-        )
     if config.values:
         dataset = measure_values(dataset, config.values, config.values_images, config.num_tasks)
     if isinstance(out, Path):
@@ -56,7 +40,7 @@ def run(config: StatsConfig) -> dict[str, Any]:
     copies = exact_copies(dataset, "all")
     splits = {
         split: {
-            **_summary(of_split, dataset),
+            **_summary(of_split),
             "exact_copies": asdict(copies[split]),
             "shards": dataset.info["shards"][split],
         }
@@ -70,7 +54,6 @@ def run(config: StatsConfig) -> dict[str, Any]:
         "pixels": dataset.pixels.to_dict(),
         "left_out": dataset.left_out,
         "splits": splits,
-        "seconds": time.monotonic() - begin,
     }
     class_counts = np.sum([of_split.classes for of_split in counts.values()], axis=0)
     sheet = draw_sheet(dataset, config.sheet, class_counts) if config.sheet else None
@@ -85,93 +68,44 @@ def run(config: StatsConfig) -> dict[str, Any]:
     _print_report(stats, out)
     for note in (*describe_left_out(dataset.left_out), *copy_notes(dataset, copies)):
         print(note)
-    if config.mlflow:
-        assert isinstance(out, Path), "refused above"
-        _send(config, stats, out, [name for name, content in contents.items() if content is not None])
     return stats
 
 
-def _send(config: StatsConfig, stats: dict[str, Any], out: Path, names: Sequence[str]) -> None:
-    """Send the numbers and these files of the report to MLflow."""
-    name, digest = stats["name"], stats["fingerprint"]
-    tags = {"data": digest, "data_fingerprint": digest, "dataset": name}
-    datasets = tuple(
-        DatasetFacts(name, stats["data"], digest, split, of["samples"], stats["num_classes"], "statistics")
-        for split, of in stats["splits"].items()
-    )
-    facts = RunFacts(f"stats {name}", "data", tags=tags, datasets=datasets)
-    send_report(config.mlflow, out, facts, metrics(stats), [out / name for name in names], config.experiment)
-
-
-def _summary(counts: SplitCounts, dataset: Dataset) -> dict[str, Any]:
-    classes = counts.classes
-    there = classes[classes > 0]
-    names = dataset.classes
-    empty = np.flatnonzero(classes == 0).tolist()
+def _summary(counts: SplitCounts) -> dict[str, Any]:
     return {
         "samples": len(counts.size),
         "bytes": int(counts.size.sum()),
-        "classes": {
-            "max": int(there.max(initial=0)),
-            "median": float(np.median(there)) if len(there) else 0.0,
-            "min": int(there.min()) if len(there) else 0,
-            "imbalance": float(there.max() / there.min()) if len(there) else 0.0,
-            "largest": names[classes.argmax()] if len(there) else "",
-            "smallest": names[np.flatnonzero(classes == there.min())[0]] if len(there) else "",
-            "with_one_image": int((classes == 1).sum()),
-            "empty": len(empty),
-            "first_empty": [names[number] for number in empty[:10]],
-        },
+        "images_of_a_class": {"none": int((counts.classes == 0).sum()), **_quantiles(counts.classes)},
         "labels_per_sample": {str(n): int(c) for n, c in enumerate(counts.labels) if c},
-        "width": _quantiles(counts.width),
-        "height": _quantiles(counts.height),
         "short_side": _quantiles(counts.short),
         "aspect_ratio": _quantiles(counts.aspect),
-        "bytes_per_image": {"mean": int(counts.size.sum()) / max(len(counts.size), 1), **_quantiles(counts.size)},
+        "bytes_per_image": _quantiles(counts.size),
         "formats": dict(counts.formats.most_common()),
-        "targets": {name: _values(of) for name, of in counts.targets.items()},
+        "targets": {
+            name: {"missing": int(np.isnan(of).sum()), **_quantiles(of[np.isfinite(of)])}
+            for name, of in counts.targets.items()
+        },
     }
-
-
-def _values(target: np.ndarray) -> dict[str, float]:
-    """Of the numbers to predict that are there. target: (samples,), NaN for a missing one."""
-    there = target[np.isfinite(target)].astype(np.float64)
-    if not len(there):
-        return {"missing": len(target)}
-    found = {"mean": there.mean(), "deviation": there.std()} | {
-        name: np.quantile(there, share, method="inverted_cdf") for name, share in _QUANTILES.items()
-    }
-    return {"missing": len(target) - len(there)} | {name: float(f"{value:.6g}") for name, value in found.items()}
 
 
 def _quantiles(values: np.ndarray) -> dict[str, float]:
-    """Minimum, 5 %, median, 95 % and maximum."""
+    """Minimum, 5 %, median, 95 % and maximum; nothing of no values."""
     if not len(values):
         return {}
     found = np.quantile(values, list(_QUANTILES.values()), method="inverted_cdf")
-    return {name: round(float(value), 4) for name, value in zip(_QUANTILES, found.tolist(), strict=True)}
-
-
-def metrics(stats: dict[str, Any]) -> dict[str, float]:
-    """Every number of stats.json under a dotted name for experiment trackers, such as 'train.classes.median'."""
-    numbers = {"num_classes": stats["num_classes"], **flatten(stats["splits"])}
-    return {re.sub(r"[^\w.-]", "_", name): of for name, of in numbers.items() if isinstance(of, (int, float))}
+    return {name: float(f"{value:.6g}") for name, value in zip(_QUANTILES, found, strict=True)}
 
 
 def _print_report(stats: dict[str, Any], out: AnyPath) -> None:
     print(f"{stats['data']}: {of_classes(stats['num_classes'])}, fingerprint {stats['fingerprint']}")
     pixels = stats["pixels"]
-    if pixels["channels"] != list(RGB8.channels) or pixels["type"] != RGB8.type:
-        ranges = zip(pixels["channels"], pixels["low"], pixels["high"], strict=False)
-        print(
-            f"  values of {pixels['type']}: " + ", ".join(f"{name} {low:g} to {high:g}" for name, low, high in ranges)
-        )
+    ranges = zip(pixels["channels"], pixels["low"], pixels["high"], strict=False)
+    print(f"  values of {pixels['type']}: " + ", ".join(f"{name} {low:g} to {high:g}" for name, low, high in ranges))
     for name, of in stats["splits"].items():
         images, shards = counted(of["samples"], "image"), counted(of["shards"], "shard")
         print(f"  {name}: {images} in {shards}, {si(of['bytes'], 'B')}")
-        for part in ("formats", "classes", "labels_per_sample", "short_side", "aspect_ratio", "bytes_per_image"):
-            facts = (f"{fact} {value:,.6g}" for fact, value in of[part].items() if isinstance(value, int | float))
-            print(f"    {part.replace('_', ' ')}: {', '.join(facts)}")
-        for target, values in of["targets"].items():
-            print(f"    {target}: {', '.join(f'{fact} {value:,.6g}' for fact, value in values.items())}")
-    print(f"counted in {duration(stats['seconds'])}: {out / STATS}, and tables and pictures beside it")
+        for part, facts in (*of.items(), *of["targets"].items()):
+            if isinstance(facts, dict) and part not in ("targets", "exact_copies"):
+                shown = ", ".join(f"{fact} {value:,.6g}" for fact, value in facts.items())
+                print(f"    {part.replace('_', ' ')}: {shown}")
+    print(f"{out / STATS}, and tables and pictures beside it")

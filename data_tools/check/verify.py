@@ -6,7 +6,6 @@ Reads the tables of the manifest directly, because `Dataset.split` raises for th
 import json
 import shutil
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -20,7 +19,6 @@ from data_tools.check.verify_shard import SAMPLE_KINDS, TAR_KINDS, VerifyJob, ch
 from data_tools.tasks import tasks_on_cluster
 from pipeline.base.files import as_csv
 from pipeline.base.locks import only_writer
-from pipeline.base.progress import duration
 from pipeline.base.words import counted, si
 from pipeline.cluster import ray_tasks
 from pipeline.data.dataset import exclusion, manifest, mapped_index
@@ -34,7 +32,6 @@ from pipeline.settings.commands.data import VerifyConfig
 LIST = "damaged"
 REPORT, DETAILS = "report.json", "damage.csv"
 _BATCH = 2**16
-_NAMED = 3
 
 
 def run(config: VerifyConfig) -> dict[str, Any]:
@@ -42,7 +39,6 @@ def run(config: VerifyConfig) -> dict[str, Any]:
 
     Raises UserError when there is no list of shards to check.
     """
-    begin = time.monotonic()
     dataset = open_dataset(ray_tasks.shared_path("data", config.data))
     out = ray_tasks.shared_path("out", config.out) if config.out else dataset.path / "verify"
     if isinstance(out, Path):
@@ -51,10 +47,10 @@ def run(config: VerifyConfig) -> dict[str, Any]:
         # Checks with other folders write the same list.
         with suppress(OSError):  # The list of a read-only data set is not written.
             stack.enter_context(only_writer(dataset.path / exclusion.FOLDER))
-        return _check(dataset, out, config, begin)
+        return _check(dataset, out, config)
 
 
-def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -> dict[str, Any]:
+def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig) -> dict[str, Any]:
     shards = dataset.shards(verify=False)
     details, samples, damaged_indexes = _check_manifest(dataset, shards)
     findings = [findings_table([("manifest", "", "", -1, "", detail, False) for detail in details])]
@@ -75,7 +71,6 @@ def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig, begin: float) -
         "shards": len(shards),
         "samples": shown[0],
         "bytes": num_bytes,
-        "seconds": time.monotonic() - begin,
         **_summary(found),
     }
     # The report comes last: with it, damage.csv and the list are of the same check.
@@ -131,15 +126,15 @@ def _jobs(dataset: Dataset, shards: list[Shard], samples: pq.ParquetFile | None)
 
 
 def _summary(found: pa.Table) -> dict[str, Any]:
-    """Counts of findings, with the first few of each kind."""
+    """Counts of findings, with the first of each kind."""
     in_shard = found.filter(pc.not_equal(found["shard"], ""))
     unfit = found.filter(found["is_unfit"])
     kinds = {}
     for kind in [*TAR_KINDS, *SAMPLE_KINDS]:
         of_kind = found.filter(pc.equal(found["kind"], kind))
         if len(of_kind):
-            first = of_kind.slice(0, _NAMED).select(["split", "shard", "row", "key", "detail"]).to_pylist()
             names = of_kind["shard"].filter(pc.not_equal(of_kind["shard"], ""))  # "" is the manifest.
+            first = " ".join(of_kind[name][0].as_py() for name in ("shard", "key", "detail")).strip()
             kinds[kind] = {"count": len(of_kind), "shards": pc.count_distinct(names).as_py(), "first": first}
     return {
         "damaged_shards": pc.count_distinct(in_shard["shard"]).as_py(),
@@ -173,20 +168,14 @@ def _write_list(dataset: Dataset, found: pa.Table) -> AnyPath | None:
 
 def _print_report(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed: AnyPath | None) -> None:
     read = (
-        f"read {counted(report['shards'], 'shard')}, {counted(report['samples'], 'image')},"
-        f" {si(report['bytes'], 'B')} in {duration(report['seconds'])}"
+        f"read {counted(report['shards'], 'shard')}, {counted(report['samples'], 'image')}, {si(report['bytes'], 'B')}"
     )
     if report["is_whole"]:
-        emptied = f"; {listed} is empty now" if listed else ""
-        print(f"{dataset.path}: intact. {read}; fingerprint {dataset.fingerprint}{emptied}")
+        print(f"{dataset.path}: intact. {read}; fingerprint {dataset.fingerprint}")
         return
     print(f"{dataset.path}: DAMAGED. {read}.")
-    print(f"{'kind':<12} {'findings':>9} {'shards':>7}  first")
     for kind, of_kind in report["kinds"].items():
-        print(f"{kind:<12} {of_kind['count']:>9,} {of_kind['shards']:>7,}  {(SAMPLE_KINDS | TAR_KINDS)[kind]}:")
-        for first in of_kind["first"]:
-            where = " ".join(filter(None, (first["shard"], first["key"])))
-            print(f"{'':<31} {where}: {first['detail']}" if where else f"{'':<31} {first['detail']}")
+        print(f"  {kind}, {of_kind['count']:,}: {(SAMPLE_KINDS | TAR_KINDS)[kind]}, such as {of_kind['first']}")
     print(f"All of them: {out / DETAILS}")
     if listed:
         print(
@@ -196,10 +185,9 @@ def _print_report(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed
 
 
 def _remedy(dataset: Dataset) -> str:
-    source = dataset.info["source"].get("path")
     if dataset.info["source"].get("indexed"):
-        return f"Copy the tars again from where they came (to {source}), and verify once more."
+        return "Copy the tars again from where they came, and verify once more."
     return (
-        f"Copy it again, or run the same launch/shard.py again{f' (source={source})' if source else ''}: it makes"
-        " damaged shards again, and leaves intact ones as they are. Then verify once more."
+        "Copy it again, or run the same launch/shard.py again: it makes damaged shards again, and leaves intact ones as"
+        " they are. Then verify once more."
     )

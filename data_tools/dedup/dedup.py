@@ -9,11 +9,7 @@ with one file per searched shard). Shards whose file exists are not read or sear
 
 import hashlib
 import json
-import textwrap
-import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +32,10 @@ from data_tools.dedup.thumbnails import (
     unfinished,
 )
 from pipeline.base.errors import UserError
-from pipeline.base.gallery import LINE_CHARACTERS, Tile, folded, gallery
+from pipeline.base.gallery import Tile, folded, gallery
 from pipeline.base.locks import only_writer
 from pipeline.base.page import png
-from pipeline.base.progress import duration
-from pipeline.base.words import aligned, counted, printable, shorten
+from pipeline.base.words import counted, printable
 from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.exclusion import (
     EXCLUDED,
@@ -52,7 +47,7 @@ from pipeline.data.dataset.exclusion import (
 )
 from pipeline.data.dataset.manifest import location_and_split, open_dataset
 from pipeline.data.storage.atomic import write_files
-from pipeline.data.storage.bucket import AnyPath, make_folder, remove_tree, to_path
+from pipeline.data.storage.bucket import make_folder, remove_tree, to_path
 from pipeline.settings.commands.data import DedupConfig
 
 TESTS = "tests.npz"
@@ -73,31 +68,26 @@ def run(config: DedupConfig) -> dict[str, Any]:
 
 
 def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfig) -> dict[str, Any]:
-    started = time.monotonic()
     states = read_images([searched, *tests], config)
     if tests:
         names = "test_copies", "report.json", "pairs.png", "Test images"
         copies, found = _against(searched, tests, states, config)
-        of, notes = _names(tests, copies.others), [""] * len(copies.rows)
+        of = _names(tests, copies.others)
     else:
         names = NEAR_COPIES, "near_copies.json", "near_copies.png", "Kept images"
-        copies, notes, found = _within(searched, states[0], config)
+        copies, found = _within(searched, states[0], config)
         of = searched.keys(copies.others)
-    report = {
-        "max_distance": config.max_distance,
-        **found,
-        "seconds": round(time.monotonic() - started, 1),
-    }
+    report = {"max_distance": config.max_distance, **found}
     keys = searched.keys(copies.rows)
     reasons = [
-        f"copy of {other}, distance {distance:.3f}{note}"
-        for other, distance, note in zip(of, copies.distances.tolist(), notes, strict=True)
+        f"copy of {other}, distance {distance:.3f}"
+        for other, distance in zip(of, copies.distances.tolist(), strict=True)
     ]
     columns = {"split": [searched.split] * len(keys), "row": copies.rows.tolist(), "key": keys, "reason": reasons}
     pictures = []
     for i in np.argsort(-copies.distances, kind="stable")[:_MAX_PICTURED].tolist():
         other = _tile(tests or [searched], int(copies.others[i]), of[i])
-        copy = _tile([searched], int(copies.rows[i]), f"{copies.distances[i]:.3f}  {keys[i]}")
+        copy = _tile([searched], int(copies.rows[i]), f"{copies.distances[i]:.3f}", keys[i])
         pictures.append((other, copy))
     done = _write(searched, names, pa.Table.from_pydict(columns, EXCLUDED), report, pictures)
     _print(report)
@@ -108,7 +98,7 @@ def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfi
 def _tests(searched: ComparedSplit, config: DedupConfig) -> list[ComparedSplit]:
     """The splits of test images."""
     data = searched.dataset
-    tests: dict[tuple[AnyPath, str], ComparedSplit] = {}
+    tests = {}
     for entry in config.against:
         path, split = location_and_split(entry)
         dataset = open_dataset(ray_tasks.shared_path("against", path))
@@ -116,17 +106,12 @@ def _tests(searched: ComparedSplit, config: DedupConfig) -> list[ComparedSplit]:
         if (dataset.path == data.path or dataset.fingerprint == data.fingerprint) and config.split in splits:
             raise UserError(
                 f"against = {entry} is the searched split itself: every image would be its own copy. Name another split"
-                f" of this data set (against={path}:{next((s for s in dataset.splits if s != config.split), 'test')})"
-                " or another data set. within_split=true finds near copies within the split."
+                f" of this data set (against={path}:SPLIT) or another data set. within_split=true finds near copies"
+                " within the split."
             )
         for name in splits:
             tests[dataset.path, name] = compared_split(dataset, name, data.path / FOLDER / THUMBNAILS)
-    # Folders of one name are told apart by their paths.
-    folders = Counter(path.name for path in {path for path, _ in tests})
-    return [
-        part if folders[path.name] == 1 else replace(part, name=f"{path}:{split}")
-        for (path, split), part in tests.items()
-    ]
+    return [*tests.values()]
 
 
 def _against(
@@ -173,26 +158,20 @@ def _search(searched: ComparedSplit, tests: Sequence[ComparedSplit], config: Ded
     return Pairs(*map(np.concatenate, zip(*found, strict=True))).within(config.max_distance)
 
 
-def _within(own: ComparedSplit, states: np.ndarray, config: DedupConfig) -> tuple[Pairs, list[str], dict[str, Any]]:
-    """Returns the copies of kept images of the split, a note on each, and what the report says of them."""
+def _within(own: ComparedSplit, states: np.ndarray, config: DedupConfig) -> tuple[Pairs, dict[str, Any]]:
+    """Returns the copies of kept images of the split, and what the report says of them."""
     # An image that another list excludes cannot stand for its copies.
     others = [name for name in paths_of_lists(own.dataset) if name != NEAR_COPIES]
     elsewhere, _ = excluded_rows(own.dataset, own.split, ",".join(others) or "none")
     copies = within_split.search(own, states, elsewhere, config)
-    table = own.dataset.table(own.split)
-    labels = (table.rows(rows, ["labels"])["labels"].to_pylist() for rows in (copies.rows, copies.others))
-    differ = [one != other for one, other in zip(*labels, strict=True)]
-    _, groups = np.unique(copies.others, return_counts=True)
     data = {
         **_about(own, np.delete(states, elsewhere)),
         "images": len(own),
         "excluded_otherwise": len(elsewhere),
         "copies": len(copies.rows),
-        "images_with_copies": len(groups),
-        "most_copies_of_one": int(groups.max(initial=0)),
-        "copies_with_other_labels": sum(differ),
+        "images_with_copies": len(np.unique(copies.others)),
     }
-    return copies, [", which has other labels" * other for other in differ], {"data": data}
+    return copies, {"data": data}
 
 
 def _about(part: ComparedSplit, states: np.ndarray) -> dict[str, Any]:
@@ -223,14 +202,11 @@ def _names(tests: Sequence[ComparedSplit], rows: np.ndarray) -> list[str]:
     return names.tolist()
 
 
-def _tile(parts: Sequence[ComparedSplit], row: int, caption: str) -> Tile:
-    """An image with its caption. row: counted over all parts."""
+def _tile(parts: Sequence[ComparedSplit], row: int, *lines: str) -> Tile:
+    """An image with lines over it. row: counted over all parts."""
     of_part, rows = _located(parts, np.array([row]))
     pixels = parts[of_part[0]].thumbnail(int(rows[0]), _SIDE)
-    # Lines end behind a slash where they can.
-    folders = shorten(printable(caption), 3 * LINE_CHARACTERS).replace("/", "/ ")
-    lines = [line.replace("/ ", "/") for line in textwrap.wrap(folders, LINE_CHARACTERS)]
-    return Tile(_GREY if pixels is None else pixels, lines)
+    return Tile(_GREY if pixels is None else pixels, [*map(printable, lines)])
 
 
 def _write(
@@ -251,15 +227,8 @@ def _write(
     # The marks of the searched split are replaced, those of other splits kept.
     earlier = earlier_list(searched.dataset, name)
     of_others = earlier.filter(pc.not_equal(earlier["split"], searched.split))
-    if replaced := len(earlier) - len(of_others):
-        print(f"replaces {counted(replaced, 'mark')} of the last search of this split")
     path = write_list(searched.dataset, name, pa.concat_tables([marks, of_others]))
-    done = f"marked {counted(len(marks), 'copy')} in {path}"
-    if len(marks):
-        done += f"; look at {folder / sheet_file}"
-    if len(of_others):
-        splits = ", ".join(of_others["split"].unique().to_pylist())
-        done += f"\nkept {counted(len(of_others), 'mark')} of earlier searches in {splits}"
+    done = f"marked {counted(len(marks), 'copy')} in {path}" + f"; look at {folder / sheet_file}" * bool(pictures)
     sheet = None  # Removes an older one.
     if pictures:
         title = f"{upper}, and below each its copy, with the distance"
@@ -271,24 +240,15 @@ def _write(
 
 def _print(report: dict[str, Any]) -> None:
     data, against = report["data"], report.get("against", [])
-    if against:
-        rows = [["evaluation set", "images", "with copies", "copies"]]
-        for part in against:
-            numbers = [part["images"], part["images_with_copies"], part["copies"]]
-            rows.append([part["name"], *(f"{count:,}" for count in numbers)])
-        for line in aligned(rows, 1):
-            print(line)
-        said = "test images"
-    else:
-        said = (
-            f"{data['images_with_copies']:,} others, which are kept (at most {data['most_copies_of_one']:,} of one);"
-            f" {data['copies_with_other_labels']:,} of them have other labels than the kept image"
+    for part in against or [{**data, "name": "one another, which are kept"}]:
+        print(
+            f"{part['copies']:,} of the {counted(data['images'], 'image')} of {data['name']} are copies of"
+            f" {part['images_with_copies']:,} of {part['name']}"
         )
-    print(f"{data['copies']:,} of the {counted(data['images'], 'image')} of {data['name']} are copies of {said}")
     if left_out := data.get("excluded_otherwise"):
         print(f"not compared, since other lists exclude them: {counted(left_out, 'image')}")
     plain, bad = (sum(part[name] for part in (data, *against)) for name in ("plain", "unreadable"))
     print(
         f"with too little detail to compare (only equal files are found): {counted(plain, 'image')}; "
-        f"not decodable: {bad:,}; {duration(report['seconds'])}"
+        f"not decodable: {bad:,}"
     )

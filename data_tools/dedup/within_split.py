@@ -29,11 +29,9 @@ from data_tools.dedup.thumbnails import (
     unfinished,
 )
 from pipeline.base.words import counted
-from pipeline.data.storage.bucket import AnyPath, make_folder, remove_tree, to_path
+from pipeline.data.storage.bucket import AnyPath, make_folder, to_path
 from pipeline.settings.commands.data import DedupConfig
 
-# How the folders of results begin.
-_OURS = "within-"
 # Images of a block: its index takes 0.2 GiB in each worker. A kill loses the comparisons within one block.
 _BLOCK = 20_000
 
@@ -68,12 +66,9 @@ def _compare(own: ComparedSplit, left: np.ndarray, config: DedupConfig) -> Itera
     """
     names = [f"{job.tar} {to_path(job.out).name}" for job in own.jobs]
     choice = "\n".join([str(search_shard.FORMAT), str(_BLOCK), str(config.max_distance), *names]).encode()
-    name = f"{_OURS}{hashlib.sha256(choice + left.tobytes()).hexdigest()[:16]}"
+    name = f"within-{hashlib.sha256(choice + left.tobytes()).hexdigest()[:16]}"
     folder = own.dataset.path / FOLDER / SEARCH / name
     make_folder(folder)
-    for other in folder.parent.glob(f"{_OURS}*"):  # For other images or another max_distance.
-        if other.name != name:
-            remove_tree(other)
     starts = [job.first_row for job in own.jobs]
     number = 0
     while len(left):

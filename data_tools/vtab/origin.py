@@ -1,12 +1,11 @@
-"""Finds the origin of a task's images (published files, or lists), and reads it."""
+"""Finds and reads the published files of a task."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from dataclasses import replace
 
 from data_tools.sharding.shard import resolve
 from data_tools.vtab.datasets import DATASETS, UNREADABLE
-from data_tools.vtab.readers import arrays, image_files, lists, tfrecords
+from data_tools.vtab.readers import arrays, image_files, tfrecords
 from data_tools.vtab.readers.files import DatasetFiles, Original, sources_of
 from data_tools.vtab.readers.labels import NAMES
 from pipeline.base.errors import UserError
@@ -37,33 +36,18 @@ _READERS: dict[str, Callable[[DatasetFiles, Task], Original]] = {
     )
 }
 
-Kind = Literal["originals", "lists"]
-
 
 class MissingError(UserError):
     """The data set of a task is missing."""
 
 
-@dataclass(frozen=True)
-class Origin:
-    """kind: name of the setting. folder: folder of the data set, or of the task's lists."""
-
-    kind: Kind
-    folder: AnyPath
-
-
-def find_origin(task: Task, config: VtabPrepareConfig) -> Origin:
-    """Returns the first of originals and lists that has a folder for the task. Raises MissingError if none has."""
+def find_originals(task: Task, config: VtabPrepareConfig) -> AnyPath:
+    """Returns the folder of the task's data set. Raises MissingError if there is none, or an empty one."""
     dataset = DATASETS[task.dataset]
-    folders = {"originals": [dataset.name], "lists": lists.folders(task)}
-    looked = []
-    for kind in get_args(Kind):
-        for name in folders[kind] if getattr(config, kind) else ():
-            folder = resolve(kind, getattr(config, kind)) / name
-            if folder.is_dir() and any(folder.iterdir()):
-                return Origin(kind, folder)
-            looked.append(str(folder))
-    raise MissingError(f"{', '.join(looked)}: not found, or empty. {sources_of(dataset)}")
+    folder = resolve("originals", config.originals) / dataset.name
+    if not (folder.is_dir() and any(folder.iterdir())):
+        raise MissingError(f"{folder}: not found, or empty. {sources_of(dataset)}")
+    return folder
 
 
 def read_original(task: Task, folder: AnyPath, staging: AnyPath, published: bool) -> Original:

@@ -5,12 +5,11 @@ keys.parquet, beside the manifest, has pool, key and label of every sample from 
 `prove.py` can compute them again from the data set alone.
 """
 
-import functools
 import itertools
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import numpy as np
 
@@ -18,9 +17,8 @@ from data_tools.sharding import shard
 from data_tools.sources.images import png
 from data_tools.sources.listing import Collector, Listing
 from data_tools.vtab.datasets import DATASETS
-from data_tools.vtab.origin import MissingError, Origin, find_origin, read_original
+from data_tools.vtab.origin import MissingError, find_originals, read_original
 from data_tools.vtab.prove import KEYS_FILE, digest, key_table, prove, read_about
-from data_tools.vtab.readers import lists
 from data_tools.vtab.readers.convert import as_stored
 from data_tools.vtab.readers.files import FileLocation, Original, Pool
 from data_tools.vtab.split import SPLITS, choose, shard_key
@@ -49,16 +47,16 @@ def run(config: VtabPrepareConfig) -> None:
         try:
             out = shard.resolve("out", config.out) / task.name
             about = read_about(open_dataset(out)) if (out / INFO).exists() else None
-            origin = find_origin(task, config)
-            print(f"{task.title} ({task.name}), from {origin.kind}:", flush=True)
+            folder = find_originals(task, config)
+            print(f"{task.title} ({task.name}):", flush=True)
             settings = ShardConfig(
-                source=str(origin.folder),
+                source=str(folder),
                 out=str(out),
                 splits=dict.fromkeys(SPLITS, ""),
                 samples_per_shard=config.samples_per_shard,
                 num_tasks=config.num_tasks,
             )
-            shard.run(settings, functools.partial(_list, task, origin, config.published))
+            shard.run(settings, partial(_list, task, config.published))
             ready.append(task.name)
         except MissingError as error:
             if about and about["task"] == task.name:  # The original files are large and may have been deleted.
@@ -72,8 +70,8 @@ def run(config: VtabPrepareConfig) -> None:
     print(f"{len(ready)} of {counted(len(TASKS), 'task')} are ready: {', '.join(ready) or 'none'}", flush=True)
     wrong = failed | (missing if config.tasks else {})
     if wrong:
-        few = "; ".join(f"{name}: {error}" for name, error in [*wrong.items()][:2])
-        raise UserError(f"{len(wrong)} of {counted(len(tasks), 'task')} were not made: {few}")
+        errors = "; ".join(f"{name}: {error}" for name, error in wrong.items())
+        raise UserError(f"{len(wrong)} of {counted(len(tasks), 'task')} were not made: {errors}")
     if not ready:
         raise UserError("No task has its files. Each data set has a folder of its own in originals (docs/vtab.md).")
 
@@ -86,20 +84,18 @@ def _tasks(names: list[str]) -> list[Task]:
     return [known[name] for name in names or known]
 
 
-def _list(
-    task: Task, origin: Origin, published: bool, source: AnyPath, settings: ShardConfig, staging: AnyPath
-) -> Listing:
+def _list(task: Task, published: bool, source: AnyPath, settings: ShardConfig, staging: AnyPath) -> Listing:
     """List the samples of a task; see `shard.Lister`."""
-    about: dict[str, Any] = {"task": task.name, "from": origin.kind, "published": published, "notes": []}
-    if origin.kind == "lists":
-        listing = lists.listing(task, source, published)
-    else:
-        original = read_original(task, origin.folder, staging, published)
-        listing = _listing(task, original, source, settings.splits, staging)
-        about["notes"] = original.notes
-        about["keys_sha256"] = digest(listing.extra_tables[KEYS_FILE])
+    original = read_original(task, source, staging, published)
+    listing = _listing(task, original, source, settings.splits, staging)
+    about = {
+        "task": task.name,
+        "published": published,
+        "notes": original.notes,
+        "keys_sha256": digest(listing.extra_tables[KEYS_FILE]),
+    }
     # A missing test image would change the score.
-    return replace(listing, notes=[*listing.notes, *about["notes"]], about={"vtab": about}, needs_all=True)
+    return replace(listing, notes=[*listing.notes, *original.notes], about={"vtab": about}, needs_all=True)
 
 
 def _listing(task: Task, original: Original, source: AnyPath, splits: dict[str, str], staging: AnyPath) -> Listing:

@@ -9,7 +9,6 @@ Images are not read; `launch/verify.py` compares the shards with the manifest.
 import hashlib
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pyarrow as pa
 
 from data_tools.sharding.shard import resolve
 from data_tools.vtab.datasets import DATASETS
-from data_tools.vtab.origin import MissingError, find_origin, read_original, wrong_counts
+from data_tools.vtab.origin import MissingError, find_originals, read_original, wrong_counts
 from data_tools.vtab.readers.files import Pool
 from data_tools.vtab.split import choose, shard_key
 from pipeline.base.errors import UserError
@@ -114,9 +113,6 @@ def _problems(task: Task, dataset: Dataset) -> Iterator[str]:
     if about is None or about["task"] != task.name:
         yield f"it was not made as {task.name} by launch/vtab_prepare.py"
         return
-    if about["from"] == "lists":
-        yield "it was made from lists, which have no keys: make it from the published files"
-        return
     if dataset.damaged_tables():
         yield "the manifest's tables are not those that dataset.json was written with"
     try:
@@ -161,13 +157,13 @@ def _read_again(task: Task, dataset: Dataset, config: VtabPrepareConfig, problem
     if not config.originals:
         return ""
     try:
-        origin = find_origin(task, replace(config, lists=""))
+        folder = find_originals(task, config)
     except MissingError:
         return "; keys and labels not read again (no originals)"
     with tempfile.TemporaryDirectory() as staging:  # For what has to be unpacked.
-        original = read_original(task, origin.folder, Path(staging), about["published"])
+        original = read_original(task, folder, Path(staging), about["published"])
     problems += changes(key_table(original.pools), read_keys(dataset.path / KEYS_FILE))
-    return f"; keys and labels read again from {origin.folder}"
+    return f"; keys and labels read again from {folder}"
 
 
 def changes(now: pa.Table, kept: pa.Table) -> Iterator[str]:

@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 from pipeline import model as models
 from pipeline import objectives
@@ -19,7 +18,6 @@ from pipeline.base.errors import UserError
 from pipeline.base.progress import duration
 from pipeline.base.words import aligned, counted, of_classes, si, significant
 from pipeline.data.mixture.run_data import open_run_data
-from pipeline.data.mixture.split import MixedSplit
 from pipeline.estimate.memory import (
     Memory,
     checkpoint_bytes,
@@ -40,7 +38,6 @@ from pipeline.settings.run import RunConfig
 HEADROOM = 0.9
 # Tokens per forward pass that keep a large GPU busy. A rule of thumb, not measured.
 _BUSY_TOKENS = 4096
-_Run = TypeVar("_Run", bound=RunConfig)
 _GIB = 2**30
 _COLUMNS = ("weights", "optimizer", "gradients", "activations", "inputs", "buffers")
 
@@ -71,14 +68,15 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The chosen layout. memory: at the peak of a rank."""
+class Layout:
+    """A layout. memory: of a rank at its peak. micro_batch: the chosen one, or the largest that fits; None without a
+    cluster.
+    """
 
     zero_stage: int
     activation_checkpointing: bool
-    micro_batch: int
-    accumulation: int
     memory: Memory
+    micro_batch: int | None
 
     @property
     def overrides(self) -> list[str]:
@@ -89,7 +87,7 @@ class Choice:
         ]
 
 
-def choose(config: RunConfig, model: Config, cluster: Cluster) -> Choice:
+def choose(config: RunConfig, model: Config, cluster: Cluster) -> Layout:
     """Choose the layout that should train fastest. Raises UserError if none fits.
 
     Prefers no recomputation, then the lowest stage, then the largest micro-batch, among layouts that fill at most
@@ -110,19 +108,18 @@ def choose(config: RunConfig, model: Config, cluster: Cluster) -> Choice:
         if micro_batch >= busy:
             break
     if largest < smallest:
-        least = rank_memory(model, layouts[-1], smallest, share // smallest, world_size).total
         raise UserError(
             f"this model does not fit {world_size} x {cluster.gpu.kind}: even with"
             f" engine.zero_stage={config.zero_stages[-1]}, engine.activation_checkpointing=true and"
-            f" train.micro_batch={smallest} a rank needs {least / _GIB:.1f} GiB of {limit / _GIB:.1f} ({HEADROOM:.0%}"
-            f" of {cluster.gpu.memory / 1e9:.0f} GB). Use more or larger GPUs, or a smaller model.image_size."
+            f" train.micro_batch={smallest} a rank needs more than {limit / _GIB:.1f} GiB. Use more or larger GPUs,"
+            " or a smaller model.image_size."
         )
     memory = rank_memory(model, chosen, largest, share // largest, world_size)
     engine = chosen.engine
-    return Choice(engine.zero_stage, engine.activation_checkpointing, largest, share // largest, memory)
+    return Layout(engine.zero_stage, engine.activation_checkpointing, memory, largest)
 
 
-def layouts_of(config: _Run) -> list[_Run]:
+def layouts_of(config: RunConfig) -> list[RunConfig]:
     """The same run at each ZeRO stage that fits it, without and with activation checkpointing."""
     return [
         replace(config, engine=replace(config.engine, zero_stage=stage, activation_checkpointing=again))
@@ -149,19 +146,8 @@ class Data:
     samples: int
     epoch_samples: int
     classes: int
-    source: str
     notes: list[str] = field(default_factory=list)
     pixels: Pixels = RGB8
-
-
-@dataclass(frozen=True)
-class LayoutMemory:
-    """Memory of one layout. largest: largest micro-batch that fits, None without a cluster."""
-
-    zero_stage: int
-    activation_checkpointing: bool
-    memory: Memory
-    largest: int | None
 
 
 @dataclass(frozen=True)
@@ -173,8 +159,8 @@ class Forecast:
     data: Data
     model: Config
     plan: Plan
-    layouts: list[LayoutMemory]
-    choice: Choice | None  # None without a cluster
+    layouts: list[Layout]
+    choice: Layout | None  # None without a cluster
 
     @property
     def flops_per_image(self) -> int:
@@ -189,15 +175,11 @@ class Forecast:
         return checkpoint_bytes(self.model, self.config)
 
     @property
-    def kept_for_good(self) -> int:
-        """Checkpoints by keep_every, which nothing removes."""
-        return sum(due.keep for due in self.plan.saves)
-
-    @property
-    def disk_bytes(self) -> int:
-        """Most bytes of checkpoints that exist at a time, with one that is being written."""
-        kept = self.config.checkpoint.keep + self.kept_for_good + bool(self.plan.best_from)
-        return min(len(self.plan.saves), kept + 1) * self.checkpoint_bytes
+    def kept(self) -> int:
+        """Most checkpoints that exist at a time, beside one that is being written."""
+        plan = self.plan
+        for_good = plan.steps // plan.keep_every if plan.keep_every else 0
+        return self.config.checkpoint.keep + for_good + bool(plan.best_from)
 
     @property
     def hours(self) -> float | None:
@@ -220,7 +202,7 @@ def make_forecast(config: PlanConfig) -> Forecast:
         memory = rank_memory(model, trial, plan.micro_batch, plan.accumulation, num_gpus)
         largest = most_images(trial, model, 2, num_gpus, HEADROOM * cluster.gpu.memory) if cluster else None
         engine = trial.engine
-        layouts.append(LayoutMemory(engine.zero_stage, engine.activation_checkpointing, memory, largest))
+        layouts.append(Layout(engine.zero_stage, engine.activation_checkpointing, memory, largest))
     choice = choose(config, model, cluster) if cluster else None
     return Forecast(config, cluster, data, model, plan, layouts, choice)
 
@@ -230,17 +212,12 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
     classes, if known).
     """
     if config.samples:
-        return config, Data(config.samples, config.samples, config.classes, "given in the settings"), ()
-    try:
-        found = open_run_data(config.data, config.seed, config.train.global_batch, config.labels)
-    except UserError as error:
-        raise UserError(f"{error} Or plan without it: samples=14.2e6 classes=21841.") from None
+        return config, Data(config.samples, config.samples, config.classes), ()
+    found = open_run_data(config.data, config.seed, config.train.global_batch, config.labels)
     split = found.split
     config = replace(config, data=replace(config.data, eval_split=found.eval_split, targets=found.targets))
-    of_set = f"manifest of {config.data.path}"
-    source = f"manifests; {split.describe()}" if isinstance(split, MixedSplit) else of_set
     classes = found.dataset.num_classes
-    data = Data(len(split), found.epoch_samples, classes, source, found.notes(), split.pixels)
+    data = Data(len(split), found.epoch_samples, classes, found.notes(), split.pixels)
     return config, data, found.dataset.classes
 
 
@@ -250,12 +227,7 @@ def _model(config: PlanConfig, num_classes: int, names: Sequence[str], pixels: P
     objectives.check_pixels(config, pixels)
     if not config.init.weights:
         return objectives.new_backbone(config, num_classes, pixels)
-    try:
-        found = models.read_weights(weights_path(config.init.weights, config.track.uri, out=config.out)).config
-    except UserError as error:
-        raise UserError(
-            f"init.weights = {error} (Or plan a new model: init.weights=null model.name=ViT-L/16.)"
-        ) from None
+    found = models.read_weights(weights_path(config.init.weights, config.track.uri, out=config.out)).config
     return models.adapted(found, config.init.weights, **objectives.adaptation(config, num_classes, pixels))
 
 
@@ -280,15 +252,10 @@ def describe(forecast: Forecast) -> list[str]:
         gpu_hours = significant(forecast.hours * forecast.cluster.num_gpus)
         time = f"{duration(3600 * forecast.hours)} = {gpu_hours} GPU hours at the measured speed, without evaluation"
     parameters = significant(models.num_parameters(model) / 1e6)
-    low = []
-    if config.data.streams < plan.world_size:
-        streams, ranks = counted(config.data.streams, "stream"), counted(plan.world_size, "rank")
-        low = [f"  LOW: {streams} for {ranks}. Use data.streams={plan.world_size}."]
     advice = []
     if choice := forecast.choice:
         needed = f"Advice for {config.cluster}: {choice.memory.total / _GIB:.1f} GiB a rank"
         advice = [needed, f"  {' '.join(choice.overrides)}", ""]
-    kept = f"{config.checkpoint.keep} kept, {forecast.kept_for_good:,} for good{', the best' * bool(plan.best_from)}"
     return [
         (
             f"{config.name}: {name} at {ImageSize.parse(model.image_size)} px, {parameters} M parameters,"
@@ -296,15 +263,11 @@ def describe(forecast: Forecast) -> list[str]:
         ),
         *filter(None, notes),
         "",
-        f"  data         {counted(data.samples, 'sample')} {of_classes(data.classes)} ({data.source})",
+        f"  data         {counted(data.samples, 'sample')} {of_classes(data.classes)}",
         f"  plan         {plan.describe()}",
         (f"  arithmetic   {si(forecast.flops_per_image, 'FLOP')} per image, {si(forecast.flops, 'FLOP')} in total"),
-        (
-            f"  checkpoint   {si(forecast.checkpoint_bytes, 'B')}, {kept}: at most"
-            f" {si(forecast.disk_bytes, 'B')} on disk"
-        ),
+        f"  checkpoint   {si(forecast.checkpoint_bytes, 'B')}, of which {forecast.kept + 1:,} need room on the disk",
         f"  time         {time}",
-        *low,
         "",
         *_describe_memory(forecast),
         *advice,
@@ -315,25 +278,23 @@ def describe(forecast: Forecast) -> list[str]:
 def _describe_memory(forecast: Forecast) -> list[str]:
     cluster, engine = forecast.cluster, forecast.config.engine
     limit = cluster.gpu.memory if cluster else math.inf
-    # A tiny model would have a table of zeros.
-    unit, name = (_GIB, "GiB") if max(layout.memory.total for layout in forecast.layouts) >= _GIB else (2**20, "MiB")
     rows = [["ZeRO", "checkpointing", *_COLUMNS, "peak", "peak at", f"micro_batch for {HEADROOM:.0%}"]]
     for layout in forecast.layouts:
         m = layout.memory
-        configured = (layout.zero_stage, layout.activation_checkpointing)
-        is_configured = configured == (engine.zero_stage, engine.activation_checkpointing)
+        configured = (engine.zero_stage, engine.activation_checkpointing)
+        is_configured = configured == (layout.zero_stage, layout.activation_checkpointing)
         rows.append(
             [
                 f"{'*' if is_configured else ' '} {layout.zero_stage}",
                 "yes" if layout.activation_checkpointing else "no",
-                *(f"{getattr(m, column) / unit:.2f}" for column in _COLUMNS),
-                f"{m.total / unit:.2f}{' !' if m.total > limit else ''}",
+                *(f"{getattr(m, column) / _GIB:.2f}" for column in _COLUMNS),
+                f"{m.total / _GIB:.2f}{' !' if m.total > limit else ''}",
                 m.when,
-                "-" if layout.largest is None else str(layout.largest),
+                "-" if layout.micro_batch is None else str(layout.micro_batch),
             ]
         )
     return [
-        f"Peak memory of a rank in {name}, at micro_batch {forecast.plan.micro_batch} (* as configured, ! too large)",
+        f"Peak memory of a rank in GiB, at micro_batch {forecast.plan.micro_batch} (* as configured, ! too large)",
         *(f"  {line}" for line in aligned(rows, 0)),
         "",
     ]

@@ -62,7 +62,6 @@ class Parameters:
     frozen: int  # with its persistent buffers, without the teachers
     teacher: int
     published: int  # of a teacher that is in no checkpoint
-    undecayed: int  # trained without weight decay: biases, norms, class token, positions
     largest: int  # of the largest trained tensor
     # of the backbone's head, or the largest tensor that is added for training outside dense layers: it has a
     # normalised copy
@@ -207,8 +206,8 @@ def _gradients_and_buffers(
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Returns (gradients, buffers) in bytes, each for the backward pass, the reduction and the optimizer step."""
     stage, e = config.engine.zero_stage, dtype_of(config.engine.precision).itemsize
-    # The two parameter groups are updated one after the other; this is the larger.
-    group = math.ceil((P - found.undecayed) / (1 if stage == 0 else world_size))
+    # Of the two parameter groups, which are updated one after the other, one is tiny.
+    group = P if stage == 0 else p
     # On a GPU the optimizer is fused unless the settings say otherwise, and then has no temporary tensors. (A CPU's
     # has, briefly.) Those of torch's foreach optimizers: Adam's root of the second moment, SGD's gradient with weight
     # decay.
@@ -333,10 +332,9 @@ def _parameters(cls: type[Objective], config: RunConfig, model: Config) -> Param
     objective = on_meta.make(cls, config, model, torch.float32)
     sizes = {name: parameter.numel() for name, parameter in objective.named_parameters()}
     trained = {name: sizes[name] for name, _ in trained_parameters(objective)}
-    decayed = objective.decayed()
     of_backbone = {name: size for name, size in trained.items() if name.startswith(BACKBONE)}
     head = sum(size for name, size in of_backbone.items() if name.startswith(f"{BACKBONE}head."))
-    kernels = optimizers.matrices(objective, decayed)
+    kernels = optimizers.matrices(objective, objective.decayed())
     dense = {f"{name}.weight" for name, module in objective.named_modules() if isinstance(module, torch.nn.Linear)}
     added = (count for name, count in trained.items() if name not in of_backbone and name not in dense)
     return Parameters(
@@ -346,7 +344,6 @@ def _parameters(cls: type[Objective], config: RunConfig, model: Config) -> Param
         sum(tensor.numel() for _, tensor in constants(objective)),
         sum(size for name, size in sizes.items() if name.startswith(TEACHER)),
         sum(size for name, size in sizes.items() if name.startswith(FROZEN_TEACHER)),
-        sum(count for name, count in trained.items() if name not in decayed),
         max(trained.values()),
         max(head, *added, 0),
         sum(count for count in trained.values() if count < PERSISTENCE_THRESHOLD),

@@ -1,7 +1,6 @@
 """The plan of a run: batch arithmetic and lengths in steps."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from pipeline.architecture.objectives import OBJECTIVES
 from pipeline.base.errors import UserError
@@ -35,7 +34,6 @@ class Plan:
     log_seconds: between lines of the log; 0: a line for each record.
     best_from: the evaluator that measures checkpoint.best, which has a checkpoint at each of its evaluations, or "".
     heads_first: step after which all is trained (train.heads_first), and everything is evaluated; 0: from the start.
-    measures_held_out: whether the objective measures anything on held-out images.
     """
 
     steps: int
@@ -53,7 +51,6 @@ class Plan:
     best_from: str = ""
     cooldown: int = 0
     heads_first: int = 0
-    measures_held_out: bool = True
 
     def measuring(self, config: RunConfig, num_classes: int) -> "Plan":
         """The plan without the evaluators that measure nothing. Raises UserError if none measures checkpoint.best."""
@@ -63,7 +60,6 @@ class Plan:
         return replace(
             self,
             evaluate_every={name: every for name, every in self.evaluate_every.items() if metrics[name]},
-            measures_held_out=bool(objectives.kind(config.train.loss).metrics(config)),
             best_from=objectives.best_from(config, num_classes),
         )
 
@@ -83,14 +79,6 @@ class Plan:
             evaluations=evaluations,
         )
 
-    @cached_property
-    def saves(self) -> list[Due]:
-        """What is due after each step that saves a checkpoint."""
-        intervals = {self.checkpoint_every, self.keep_every, self.evaluate_every.get(self.best_from, 0)} - {0}
-        steps = {self.steps}.union(*(range(every, self.steps, every) for every in intervals))
-        steps |= {self.heads_first} - {0}
-        return [due for due in map(self.due, steps) if due.save]
-
     @property
     def epochs(self) -> float:
         return self.steps * self.global_batch / self.num_samples
@@ -104,16 +92,10 @@ class Plan:
     def notes(self, config: RunConfig) -> list[str]:
         """A line for a run that no held-out split measures, and one for each setting that was changed to fit."""
         named: list[str] = []
-        probed = "only its probes measure it" if self.evaluate_every else "nothing measures it but its loss"
-        if not self.measures_held_out:
-            own = f"train.loss = {config.train.loss} measures nothing on held-out images: {probed}"
-            without = f". To train on those of data.dev_share = {config.data.dev_share} too, leave it out"
-            named.append(own + without * bool(config.data.dev_share))
-        elif not config.data.evaluated:
-            named.append(
-                f"no held-out split: the run is not evaluated, {probed}. To hold out images: data.dev_share=0.01, or "
-                "val_share=0.01 of launch/shard.py"
-            )
+        if not config.data.evaluated:
+            named.append("no held-out split: the run is not evaluated. To hold out images: data.dev_share=0.01")
+        elif "scores" not in self.evaluate_every:
+            named.append(f"train.loss = {config.train.loss} measures nothing on held-out images")
         share = self.global_batch // self.world_size
         if self.micro_batch == min(config.train.micro_batch, share):
             return named
@@ -212,11 +194,8 @@ def accumulation(global_batch: int, micro_batch: int, world_size: int, even: boo
     even: choose an even size if there is one.
     """
     if global_batch % world_size:
-        lower = global_batch // world_size * world_size
-        near = f"{lower} and {lower + world_size}" if lower else str(world_size)
         raise UserError(
-            f"train.global_batch = {global_batch} is not divisible by {world_size} ranks. "
-            f"Nearest batches are {near}; or use another number of ranks."
+            f"train.global_batch = {global_batch} is not divisible by {world_size} ranks: choose another of them."
         )
     share = global_batch // world_size
     if share <= micro_batch:

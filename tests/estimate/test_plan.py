@@ -85,7 +85,6 @@ def test_all_is_evaluated_when_new_heads_have_learnt() -> None:
     assert [step for step in steps if found.due(step).evaluations] == [70, 500, 1000]
     found = replace(found, best_from="scores")
     assert [step for step in steps if found.due(step).save] == [70, 500, 1000]
-    assert len(found.saves) == 3
 
 
 def test_records_do_not_depend_on_the_clock_and_lines_do() -> None:
@@ -104,7 +103,7 @@ def test_records_do_not_depend_on_the_clock_and_lines_do() -> None:
 @pytest.mark.parametrize(
     ("overrides", "world_size", "said"),
     [
-        ([], 48, "train.global_batch = 4096 is not divisible by 48 ranks. Nearest batches are 4080 and 4128;"),
+        ([], 48, "train.global_batch = 4096 is not divisible by 48 ranks"),
         (
             ["train.length=1 epochs"],
             1,

@@ -35,7 +35,7 @@ def prepare_tasks(folder: Path, names: Sequence[str]) -> None:
     for seed, name in enumerate(names):
         file = make_dataset(folder / name, _SPLITS, seed=seed) / "dataset.json"
         about = json.loads(file.read_text())
-        about["source"]["vtab"] = {"task": name, "from": "originals", "published": True, "notes": []}
+        about["source"]["vtab"] = {"task": name, "published": True, "notes": []}
         del about["checksum"]  # Of the unchanged file.
         file.write_text(json.dumps(about))
 

@@ -6,7 +6,7 @@ Only requested images are read, so that memory does not grow with the data set.
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import IO, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import h5py
 import numpy as np
@@ -91,20 +91,6 @@ def smallnorb(files: DatasetFiles, task: Task) -> Original:
 
 
 # ---------------------------------------------------------------------- arrays in files
-class _FileArray:
-    """An array at the current position of a file, of which a slice of rows is read when it is taken."""
-
-    def __init__(self, file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype) -> None:
-        self.file, self.shape, self.dtype, self.offset = file, shape, dtype, file.tell()
-
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        start, stop, _ = rows.indices(self.shape[0])
-        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-        self.file.seek(self.offset + start * row_bytes)
-        data = self.file.read((stop - start) * row_bytes)
-        return np.frombuffer(data, self.dtype).reshape(stop - start, *self.shape[1:])
-
-
 # Each takes a file that is open, and the name of an array in it: returns what has a shape, and is sliced by rows.
 def _hdf5(file: BinaryIO, name: str) -> h5py.Dataset:
     return h5py.File(file, "r")[name]
@@ -115,13 +101,13 @@ def _mat(file: BinaryIO, name: str) -> np.ndarray:
     return np.moveaxis(loadmat(file, variable_names=[name])[name], -1, 0)
 
 
-def _norb(file: BinaryIO, name: str) -> _FileArray:
+def _norb(file: BinaryIO, name: str) -> np.memmap:
     """The only matrix of a file. Its header, in int32: magic number, number of dimensions, at least three
     dimensions.
     """
     magic, num_dims = np.frombuffer(file.read(8), "<i4").tolist()
     dims = np.frombuffer(file.read(4 * max(num_dims, 3)), "<i4").tolist()
-    return _FileArray(file, tuple(dims[:num_dims]), _NORB_TYPES[magic])
+    return np.memmap(file, _NORB_TYPES[magic], "r", file.tell(), tuple(dims[:num_dims]))
 
 
 _Open = Callable[[BinaryIO, str], Any]

@@ -24,7 +24,7 @@ from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath, file_size, name_inside, walk_files
 
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".zip")
-# The archive inside of Caltech101's, which was published by itself before.
+# The archive inside of Caltech101's.
 _INNER = "101_ObjectCategories.tar.gz"
 _BLOCK = 2**24
 
@@ -86,7 +86,7 @@ class DatasetFiles:
                 _check(own[file.name][0], file)
         self.unchecked = [file.name for file in dataset.files if not file.sha256 or file.name not in own]
         self._places: dict[str, FileLocation] = {}
-        for name in [*(file.name for file in dataset.files), _INNER]:
+        for name in (file.name for file in dataset.files):
             if name in own and name.endswith(_ARCHIVES):
                 with archive.damage_named(own[name][0], Exception):
                     for place in self._members(own[name][0]):

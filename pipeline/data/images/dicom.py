@@ -31,9 +31,6 @@ _DECODERS = {
     uid.JPEGLSNearLossless: imagecodecs.jpegls_decode,
     uid.JPEG2000Lossless: imagecodecs.jpeg2k_decode,
     uid.JPEG2000: imagecodecs.jpeg2k_decode,
-    uid.HTJ2KLossless: imagecodecs.htj2k_decode,
-    uid.HTJ2KLosslessRPCL: imagecodecs.htj2k_decode,
-    uid.HTJ2K: imagecodecs.htj2k_decode,
 }
 DECODER_DEPENDENCIES = dict.fromkeys(_DECODERS, ("imagecodecs",))  # pydicom asks for it.
 _PLUGIN = "imagecodecs"

@@ -23,7 +23,7 @@ from pipeline.data.images.stored import (
 # Its warnings about odd tags would name no file; what matters raises.
 logging.getLogger("tifffile").setLevel(logging.CRITICAL)
 _ORIENTATION, _PROFILE, _GDAL_NODATA = 274, 34675, 42113
-_WHITE_IS_ZERO, _PALETTE, _CMYK = 0, 3, 5
+_WHITE_IS_ZERO = 0
 _READ = (_WHITE_IS_ZERO, 1, 2, 6)  # Also black is zero, RGB, and YCbCr, which becomes RGB.
 _ALPHA = (1, 2)  # ExtraSamples: premultiplied or not; 0 is another band.
 _UNNAMED = "QI"  # Axes of pages of which the file does not say what they are.
@@ -39,8 +39,7 @@ def open_image(data: bytes, ext: str) -> StoredImage:
     (largest,) = series
     first, axes = largest.keyframe, largest.axes
     if largest.dtype is None or first.photometric not in _READ:
-        what = {_PALETTE: "colours of a palette", _CMYK: "colours of print (CMYK)"}.get(first.photometric)
-        raise DecodeError(f"a TIFF with {what or f'pixels of kind {first.photometric!r}'}, which is not read")
+        raise DecodeError(f"a TIFF with pixels of kind {first.photometric!r}, which is not read")
     end = max(map(sum, zip(first.dataoffsets, first.databytecounts, strict=True)), default=0)
     if end > len(data):
         raise DecodeError(f"cut off: a TIFF of {len(data):,} bytes, of which a strip or tile ends at {end:,}")

@@ -20,7 +20,7 @@ class GpuBenchConfig(Settings):
     device: Literal["cuda", "cpu"] = "cuda"
     """cpu runs the same code in seconds on a tiny model, as a test of it."""
     seconds: PositiveFloat = 470.0
-    """Time for everything; what is left out for lack of time is listed."""
+    """Time for all measurements; what is left out for lack of time is listed."""
     candidate_seconds: PositiveFloat = 2.0
     """Time in which each configuration's steps are timed."""
     only: list[Literal["product", "step", "profile", "attention", "bits", "shards", "objectives", "fit"]] = []

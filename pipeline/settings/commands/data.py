@@ -10,7 +10,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.settings.quantities import PathText, RegularExpression, Seed, Share, ShareBelow1, Side, Tasks
 from pipeline.settings.schema import Distinct, Settings, setting
-from pipeline.settings.shared import GroupsConfig, MlflowConfig
+from pipeline.settings.shared import GroupsConfig
 
 Inspect = Literal["decode", "header"]
 SplitName = Annotated[str, Field(pattern="^[a-z0-9_]+$")]
@@ -202,12 +202,10 @@ class ShardConfig(ImagesConfig):
 
 
 class VtabPrepareConfig(JobConfig):
-    """Preparation of VTAB-1k: a data set for each of the 19 tasks, from original files or lists."""
+    """Preparation of VTAB-1k: a data set for each of the 19 tasks, from the original files."""
 
     originals: PathText = ""
     """Folder with one folder per source data set, which contains the files as published (docs/vtab.md)."""
-    lists: PathText = ""
-    """Folder of vtab-1k lists (train800.txt, ...), for tasks not in originals; without proof of splits."""
     out: PathText = setting(output="folder or URL")
     """Folder or URL (s3://, gs://) of the tasks' data sets"""
     tasks: list[str] = []
@@ -225,8 +223,8 @@ class VtabPrepareConfig(JobConfig):
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
-        if not (self.prove or self.originals or self.lists):
-            raise UserError("Set where the images are: originals=... or lists=... (docs/vtab.md).")
+        if not (self.prove or self.originals):
+            raise UserError("Set where the images are: originals=... (docs/vtab.md).")
 
 
 class IndexConfig(ImagesConfig):
@@ -268,7 +266,7 @@ class ExcludeConfig(Settings):
     """Name of the list, exclude/NAME.parquet of the data set. Samples are added to one that exists."""
 
 
-class StatsConfig(ValuesConfig, MlflowConfig):
+class StatsConfig(ValuesConfig):
     """Statistics and figures of a data set."""
 
     data: PathText

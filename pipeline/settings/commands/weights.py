@@ -28,7 +28,7 @@ Drawing = Literal[
 # For launch/choose.py: with 40,000 images, the similarities of all pairs take 6.4 GB.
 MAX_CANDIDATES = 40_000
 # Formats of export that are one file.
-_FILE_SUFFIXES = {"safetensors": ".safetensors", "onnx": ".onnx"}
+_OF_ONE_FILE = ("safetensors", "onnx")
 DRAWINGS: tuple[Drawing, ...] = get_args(Drawing)
 
 
@@ -139,11 +139,10 @@ class ExportConfig(Settings):
     @property
     def written_format(self) -> str:
         """`format`, or what the suffix of out says. Raises UserError if it says nothing."""
-        suffix = Path(self.out).suffix
         if self.format != "auto":
             return self.format
-        if found := next((name for name, own in _FILE_SUFFIXES.items() if own == suffix), ""):
-            return found
+        if (suffix := Path(self.out).suffix[1:]) in _OF_ONE_FILE:
+            return suffix
         raise UserError(
             f"out = {as_typed(self.out)} does not say the format. Set format=timm, huggingface or huggingface_mae for a"
             " folder, or end the name of a file in .safetensors or .onnx."
@@ -151,14 +150,9 @@ class ExportConfig(Settings):
 
     def check(self) -> None:
         """Check the suffix of out. Raises UserError."""
-        form, suffix = self.written_format, Path(self.out).suffix
-        if (wanted := _FILE_SUFFIXES.get(form)) and suffix != wanted:
-            raise UserError(f"out = {as_typed(self.out)} of format = {form} must end in {wanted}.")
-        if not wanted and suffix in _FILE_SUFFIXES.values():
-            raise UserError(
-                f"format = {form} writes a folder, and out = {as_typed(self.out)} ends in {suffix}. Leave out format,"
-                " or name a folder."
-            )
+        form = self.written_format
+        if form in _OF_ONE_FILE and Path(self.out).suffix != f".{form}":
+            raise UserError(f"out = {as_typed(self.out)} of format = {form} must end in .{form}.")
         if form == "huggingface_mae" and (self.image_size or not self.head):
             raise UserError(f"format = {form} writes MAE as it was trained: leave out image_size and head.")
 

@@ -89,11 +89,8 @@ def test_the_largest_of_those_that_are_alike_is_kept(
     data = report["data"]
     assert report == json.loads((photos.path / "dedup/near_copies.json").read_text())
     assert data["copies"] == len(made[1])
-    assert data["most_copies_of_one"] == SCENE - 1
-    assert (data["plain"], data["copies_with_other_labels"]) == (3, 3)
+    assert data["plain"] == 3
     assert data["images_with_copies"] == len(set(made[1].values()))
-    (of_other_class,) = (row for row in read_lists(photos)["near_copies"].to_pylist() if row["key"] == "b/other_class")
-    assert of_other_class["reason"].endswith(", which has other labels")
     assert len(photos.split("train")) == data["images"] - len(made[1])
     with Image.open(photos.path / "dedup/near_copies.png") as sheet:
         assert np.asarray(sheet).std() > 30
@@ -103,7 +100,7 @@ def test_the_largest_of_those_that_are_alike_is_kept(
     (folder,) = (photos.path / "dedup/search").iterdir()
     kept = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert not [path.name for path in kept if path.stem.endswith(("kept", "images"))]
-    assert {**search(photos), "seconds": 0} == {**report, "seconds": 0}
+    assert search(photos) == report
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == kept
 
 
@@ -134,7 +131,6 @@ def test_images_of_16_bits_are_compared_as_their_pictures(ray_cluster: int, tmp_
 
 def test_a_killed_search_goes_on(photos: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(within_split, "_BLOCK", 20)
-    search(photos, max_distance=0.1)
     first = search(photos)
     (folder,) = (photos.path / "dedup/search").iterdir()
     first_block = [path for path in folder.iterdir() if path.name.startswith("1")]
@@ -145,7 +141,7 @@ def test_a_killed_search_goes_on(photos: Dataset, monkeypatch: pytest.MonkeyPatc
     (photos.path / "exclude/near_copies.parquet").write_bytes(b"damaged, and to be replaced")
     again = search(photos)
     assert {path: path.stat().st_mtime_ns for path in kept} == kept
-    assert {**again, "seconds": 0} == {**first, "seconds": 0}
+    assert again == first
 
 
 def test_an_excluded_image_does_not_stand_for_its_copies(photos: Dataset, made: tuple[Dataset, dict[str, str]]) -> None:

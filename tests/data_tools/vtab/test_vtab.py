@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import scipy.io
-import vtab_originals
 import webdataset
 from raw_images import write_folder
 from vtab_originals import NUM_TRAIN, NUM_VAL, Truth, settings, small_splits
@@ -196,27 +195,6 @@ def test_a_forgery_of_everything_is_found_with_the_originals(
     refused(settings(tmp_path, prove=True, originals=str(vtab_tasks[0] / "originals")))
     assert "keys.parquet, pool 'train', has with another label 120" in capsys.readouterr().out
     assert sorted(path.name for path in folder.iterdir() if path.name.startswith(".")) == []
-
-
-def test_lists_are_taken_and_said_not_to_be_proved(
-    ray_cluster: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "lists" / "cifar"
-    sizes = {"train800": 6, "val200": 3, "train800val200": 9, "test": 4}
-    for name, count in sizes.items():
-        numbers = [number if name != "val200" else number + 6 for number in range(count)]
-        files = {f"images/{name}/{n:06d}.jpg": vtab_originals.jpeg(n) for n in range(count)}
-        write_folder(files, folder)
-        lines = [f"{file} {label % 100}\n" for file, label in zip(files, numbers, strict=True)]
-        (folder / f"{name}.txt").write_text("".join(lines))
-    config = settings(tmp_path / "out", lists=str(tmp_path / "lists"))
-    run(config)
-    assert "1 of 19 tasks are ready: cifar100" in capsys.readouterr().out
-    assert open_dataset(tmp_path / "out" / "cifar100").info["samples"] == sizes
-    assert refused(settings(tmp_path / "out", prove=True)) == "1 of 1 task are not proved: cifar100."
-    assert "it was made from lists, which have no keys" in capsys.readouterr().out
-    checked = VtabPrepareConfig(out=str(tmp_path / "other"), lists=str(tmp_path / "lists"))
-    assert "train800.txt has 6 images, but VTAB has 800" in refused(checked)
 
 
 def test_what_is_missing_is_named_and_the_rest_is_made(
