@@ -161,8 +161,6 @@ class MixedSet(Settings):
     """Lists of excluded samples: all, none, or names with commas."""
     limit: Limit = Limit.parse("100%")
     """Train on a random subset: a number of samples or a share."""
-    class_map: dict[str, str] = {}
-    """Classes of this set that have another name in the mixture, as {kitty: cat}."""
     labels: bool = True
     """Whether its labels are read. With train.loss=pseudo_labels, false makes its images unlabelled; data.path may then
     be named again.

@@ -13,7 +13,7 @@ from forked import Forge
 from PIL import Image
 from ranks import metrics, settings
 from safetensors.numpy import load_file
-from tiny import make_dataset
+from tiny import make_dataset, rename_classes
 
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
@@ -38,7 +38,8 @@ def runs(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     folder = tmp_path_factory.mktemp("mixtures")
     for number, (name, count) in enumerate({"a": 90, "b": 50, "c": 40}.items()):
         make_dataset(folder / name, {"train": count, "val": 10}, seed=number)
-    second = f"{{path: {folder}/b, weight: 1, eval_split: val, class_map: {{class1: class2, class2: class1}}}}"
+    rename_classes(folder / "b", ["class0", "class2", "class1", "class3"])
+    second = f"{{path: {folder}/b, weight: 1, eval_split: val}}"
     third = f"{{path: {folder}/c, weight: 2, from_step: 3}}"
 
     def run(name: str, mix: str, *more: str) -> list[str]:
@@ -126,8 +127,8 @@ def test_sets_of_other_channels_and_types_resume_and_are_scored(forge: Forge, tm
         predict.run(schema.load(PredictConfig, None, [weights, f"source=[{tmp_path / 'photo.png'}]"]))
 
 
-def test_a_set_is_scored_afterwards_by_the_names_of_its_class_map(runs: tuple[Path, str], tmp_path: Path) -> None:
-    """Its own names are other classes of the mixture: by these, the score was that of wrong labels."""
+def test_a_set_is_scored_afterwards_by_the_names_of_its_classes(runs: tuple[Path, str], tmp_path: Path) -> None:
+    """Their numbers are those of other classes of the mixture."""
     run, data = runs[0] / "whole", runs[0] / "b"
     given = [f"weights={run}", f"data={data}", "shots=0", "threads=1", f"out={tmp_path}"]
     scores = score_report.run(schema.load(ScoreConfig, None, given))

@@ -187,10 +187,10 @@ def _with_other_sets(
         is_same = (other.fingerprint, entry.split) == (run.own.fingerprint, run.split.name)
         if data.dev_share and is_same and run.evaluation is not None:
             split = _without(split, run.evaluation)
-        if not entry.labels and (labels != "partly" or entry.class_map or entry.evaluated):
+        if not entry.labels and (labels != "partly" or entry.evaluated):
             raise UserError(
                 f"data.mix, {entry.path}: labels = false is for train.loss=pseudo_labels, and leaves no use for"
-                " class_map and eval_split."
+                " eval_split."
             )
         sets.append(Part(entry, other, split))
     for number, one in enumerate(sets):
@@ -338,8 +338,8 @@ def _bring_together(sets: Sequence[Part], labels: Labels) -> tuple[Dataset, list
     each set with own classes).
 
     The classes are those of the first set in its order, then the new ones of each other set in its order; the same name
-    is the same class. Without any labels there are no classes. Raises UserError for sets with and without labels, with
-    one and several labels a sample, and for an unknown class in a class_map.
+    is the same class. Without any labels there are no classes. Raises UserError for sets with and without labels, and
+    with one and several labels a sample.
     """
     own = sets[0].dataset
     joined = [sets[0], *(one for one in sets[1:] if _reads_labels(one, labels))]
@@ -359,24 +359,19 @@ def _bring_together(sets: Sequence[Part], labels: Labels) -> tuple[Dataset, list
         )
     shown: dict[str, str] = {}  # Class -> readable name.
     for one in joined:
-        class_map, classes = one.entry.class_map, one.dataset.classes
-        if unknown := [name for name in class_map if name not in classes]:
-            raise UserError(
-                f"data.mix: class_map of {one.entry.path} has {quoted(unknown[0])}, not one of its classes."
-            )
-        for name, before, readable in zip(one.classes, classes, one.dataset.class_names, strict=True):
-            shown.setdefault(name, name if before in class_map else readable)
+        for name, readable in zip(one.dataset.classes, one.dataset.class_names, strict=True):
+            shown.setdefault(name, readable)
     places = {name: place for place, name in enumerate(shown)}
-    having = Counter(name for one in joined for name in {*one.classes})
+    having = Counter(name for one in joined for name in one.dataset.classes)
     together, notes = [], []
     for one in sets:
         if one not in joined:
             together.append(replace(one, split=one.split.without_labels()))
             continue
-        numbers = np.array([places[name] for name in one.classes], np.int32)
+        numbers = np.array([places[name] for name in one.dataset.classes], np.int32)
         is_same = np.array_equal(numbers, np.arange(len(numbers)))
         together.append(one if is_same else replace(one, label_map=numbers))
-        alone = [name for name in one.classes if having[name] == 1]
+        alone = [name for name in one.dataset.classes if having[name] == 1]
         if alone and len(joined) > 1:
             notes.append(
                 f"of {counted(len(shown), 'class')} of the mixture, only {one.entry.path} has {len(alone):,}, such as"
