@@ -82,8 +82,6 @@ def try_outputs(config: Any, prefix: str = "") -> None:
             try_output(name, Path(place), kind, field.metadata.get("holds"))
             if kind == "file":
                 hold(Path(place), is_file=True)
-            else:
-                _refuse_among(name, Path(place), getattr(config, "images", []))
         elif output != "folder or URL":  # It would become the local folder `s3:`.
             setting = f"{prefix}{within}" if within and "://" not in value else name
             raise UserError(f"{setting} = {place}: this is written to a file system, not to a bucket. Give a path.")
@@ -152,19 +150,6 @@ def existing_folder(path: Path) -> Path:
     while not os.path.lexists(path):
         path = path.parent
     return path
-
-
-def _refuse_among(name: str, path: Path, images: list[str]) -> None:
-    """Raise UserError for an output folder that is one of images, or inside of one: the next command would read its
-    pictures, too.
-    """
-    for place in images:
-        folder = Path(place)
-        if folder.is_dir() and kind_of(folder) is None and path.resolve().is_relative_to(folder.resolve()):
-            raise UserError(
-                f"{name} = {path} is in the folder of the images, {place}, and its pictures would be read as such."
-                " Choose another folder."
-            )
 
 
 def _problem(path: Path, output: Output) -> str:
