@@ -14,16 +14,14 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from pipeline.base.errors import UserError
 from pipeline.base.page import add_legend
-from pipeline.base.words import counted, shorten
+from pipeline.base.words import shorten
 
 DPI = 150  # of the PNGs
 MAX_IMAGES = 8  # in a row
 SMALL, TEXT, TITLE = 7, 8, 10  # points
 MAP = matplotlib.colormaps["viridis"]
 GREY = "0.35"
-_MAX_PIXELS = 2**16  # Matplotlib's limit of each side.
 _PLACE, _LINE = 1.3, 0.14  # inches: of a tile with a gap, and of a line of text
 LINE_CHARACTERS = 17  # of a line over a tile
 
@@ -60,7 +58,6 @@ def gallery(
     """Tiles in rows; None leaves a place empty. bar: label of a colour bar from 0 to the largest value; empty for none.
 
     legend: (name, colour) of each square at the foot of the page.
-    Raises UserError for more rows than a picture can have.
     """
     columns = max(*map(len, rows), 3, math.ceil(0.088 * len(title) / _PLACE))
     width = columns * _PLACE
@@ -70,12 +67,6 @@ def gallery(
     # Of its width, for a row of wide images.
     heights = [min(1.0, max((tile.height for tile in row if tile), default=1.0)) for row in rows]
     height = sum(heights) * _PLACE + (num_lines + foot) * _LINE
-    if height * DPI >= _MAX_PIXELS:
-        fitting = int(len(rows) * _MAX_PIXELS / (height * DPI))
-        raise UserError(
-            f"{title}: {counted(len(rows), 'row')}, but a picture holds some {fitting:,}. Draw fewer images"
-            " (num_drawn)."
-        )
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE, weight="bold", parse_math=False)
     places = figure.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
