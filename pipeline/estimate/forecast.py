@@ -232,7 +232,7 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
     if config.samples:
         return config, Data(config.samples, config.samples, config.classes, "given in the settings"), ()
     try:
-        found = open_run_data(config.data, config.seed, config.train.global_batch, config.labels)
+        found = open_run_data(config.data, config.seed, config.labels)
     except UserError as error:
         raise UserError(f"{error} Or plan without it: samples=14.2e6 classes=21841.") from None
     split = found.split

@@ -73,13 +73,7 @@ class RunData:
         return list(dict.fromkeys(lines))  # Those of a data set are notes of both.
 
 
-def open_run_data(
-    data: DataConfig,
-    seed: int,
-    global_batch: int,
-    labels: Labels,
-    storage: Storage | None = None,
-) -> RunData:
+def open_run_data(data: DataConfig, seed: int, labels: Labels, storage: Storage | None = None) -> RunData:
     """Open the data sets of a run and check them. storage: of all sets, with one cache for them.
 
     labels: what the run does with them. If they are only scored, those of data.path and of sets that are evaluated are
@@ -97,7 +91,7 @@ def open_run_data(
         _add_evaluated(evaluated, name, first, name, f"data.eval_also = {data.eval_also}")
     run = RunData(own, own, split, evaluated, held_out_split(own, data), len(split), targets)
     if len(mixture.sets) > 1:
-        run = _with_other_sets(run, first, mixture, data, seed, global_batch, labels)
+        run = _with_other_sets(run, first, mixture, data, seed, labels)
     for dataset, part in evaluated.values():
         part.refuse_without_score(dataset.path, labels not in ("targets", "unread") and bool(run.dataset.classes))
     run = _with_targets(run)
@@ -174,7 +168,7 @@ def _refuse_remote(data: DataConfig, split: Split) -> None:
 
 
 def _with_other_sets(
-    run: RunData, first: Part, mixture: Mixture, data: DataConfig, seed: int, global_batch: int, labels: Labels
+    run: RunData, first: Part, mixture: Mixture, data: DataConfig, seed: int, labels: Labels
 ) -> RunData:
     """The data of a run with the other sets of its mixture."""
     sets = [first]
@@ -193,14 +187,6 @@ def _with_other_sets(
                 " eval_split."
             )
         sets.append(Part(entry, other, split))
-    for number, one in enumerate(sets):
-        most = max(float(phase.shares.share(number)) for phase in mixture.phases)
-        if most * global_batch > len(one.split):
-            raise UserError(
-                f"{one.entry.path}, split {one.entry.split!r}, has {counted(len(one.split), 'sample')}, and a batch"
-                f" holds {most * global_batch:,.1f} of it ({most:.2%} of train.global_batch = {global_batch}): the same"
-                " image several times. Give it a smaller weight, or use a smaller batch."
-            )
     pixels = Pixels.of_all([one.dataset.pixels for one in sets])
     range_notes = _notes_of_ranges(sets, pixels)
     dataset, sets, class_notes = _bring_together(sets, labels)

@@ -59,7 +59,7 @@ def config(sets: Path, mix: str, *more: str) -> RunConfig:
 
 def opened(sets: Path, mix: str, *more: str, labels: Labels = "learned") -> RunData:
     of_run = config(sets, mix, *more)
-    return open_run_data(of_run.data, 0, of_run.train.global_batch, labels)
+    return open_run_data(of_run.data, 0, labels)
 
 
 def test_rows_labels_and_images_are_those_of_each_set(sets: Path) -> None:
@@ -99,7 +99,7 @@ def test_classes_are_joined_by_name(sets: Path) -> None:
 
 def test_a_balance_is_within_each_set(sets: Path) -> None:
     of_run = config(sets, "{path: b, weight: 1}", "data.balance=0")
-    split = open_run_data(of_run.data, 0, 20, "learned").split
+    split = open_run_data(of_run.data, 0, "learned").split
     order = train_order(split, of_run.data, 0, 20)
     assert order.is_balanced
     rows, _ = order.rows(np.arange(200))
@@ -130,7 +130,7 @@ def test_further_splits_are_evaluated_under_their_names(sets: Path) -> None:
     alone = opened(sets, "", f"data.path={sets / 'b'}", "data.eval_split=extra", "data.eval_also=train")
     assert {name: split.name for name, (_, split) in alone.evaluated.items()} == {"extra": "extra", "train": "train"}
     mixed = config(sets, "{path: a, weight: 1, eval_split: val}", f"data.path={sets / 'b'}", "data.dev_share=0.1", more)
-    data = open_run_data(mixed.data, 0, 20, "learned")
+    data = open_run_data(mixed.data, 0, "learned")
     evaluated = {name: (dataset.path.name, len(split)) for name, (dataset, split) in data.evaluated.items()}
     assert evaluated == {"dev": ("b", 5), "extra": ("b", 20), "train": ("b", 50), "a_val": ("a", 10)}
     assert list(evaluated) == mixed.data.evaluated
@@ -182,7 +182,6 @@ def test_each_set_has_its_own_budget_of_unreadable_images(sets: Path) -> None:
         ("{path: b, weight: 1}, {path: b, weight: 2}", r"data.mix\[1\]: .*/b, split 'train'"),
         ("{path: bare, weight: 1}", "bare has no labels, and .*/a has"),
         ("{path: b, weight: 1, eval_split: test}", "data.mix, .*/b, eval_split: .* has no split 'test'"),
-        ("{path: b, weight: 1, limit: 5}", "b, split 'train', has 5 samples, and a batch holds 10.0 of it"),
         (
             "{path: b, weight: 1}, {path: b, weight: 2, limit: 9, from_step: 4}",
             r"data.mix\[1\].limit",
@@ -285,15 +284,15 @@ def test_a_split_that_nothing_can_be_scored_on_is_refused(tmp_path: Path, num_im
     )
     settings = schema.load(DataConfig, None, [f"path={train}"])
     if num_images:  # They can be for an objective that learns without labels.
-        assert open_run_data(settings, 0, 20, "unread").evaluation is not None
+        assert open_run_data(settings, 0, "unread").evaluation is not None
     with pytest.raises(
         UserError, match=f"a: split 'val' has {has}, so nothing can be scored on it. Name another split.$"
     ):
-        open_run_data(settings, 0, 20, "learned")
+        open_run_data(settings, 0, "learned")
     trained = replace(settings, train_split="val", eval_split="train")
     if num_images:
         with pytest.raises(UserError, match=r"no training image has a label \(split 'val' of .*a\)"):
-            open_run_data(trained, 0, 20, "partly")
+            open_run_data(trained, 0, "partly")
 
 
 def test_phases_are_the_weights_from_each_step_on(sets: Path) -> None:
@@ -311,7 +310,7 @@ def test_targets_are_chosen_by_name_in_every_set(tmp_path: Path) -> None:
     other = make_dataset(tmp_path / "other", {"train": 60}, seed=1, labelled=False, targets=["blue", "age"])
 
     def opened(targets: list[str], *mix: MixedSet, labels: Labels = "targets", path: Path = own) -> RunData:
-        return open_run_data(DataConfig(path=str(path), targets=targets, mix=list(mix)), 0, 24, labels)
+        return open_run_data(DataConfig(path=str(path), targets=targets, mix=list(mix)), 0, labels)
 
     assert opened([]).targets == ["red", "blue"]
     both = opened(["blue", "red"], MixedSet(path=str(other), weight=1))
