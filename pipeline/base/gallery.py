@@ -37,11 +37,6 @@ class Tile:
     colour: str = ""
 
     @property
-    def height(self) -> float:
-        """Of the image, as a share of its width."""
-        return self.pixels.shape[0] / self.pixels.shape[1]
-
-    @property
     def wrapped(self) -> list[str]:
         """Lines that are as wide as a tile; the middle of a text that is too long for two of them is cut."""
         short = (shorten(line, 2 * LINE_CHARACTERS) for line in self.lines)
@@ -64,12 +59,9 @@ def gallery(
     note = textwrap.fill(note, int(width / 0.063))
     num_lines = sum(max((len(tile.wrapped) for tile in row if tile), default=0) for row in rows)
     foot = note.count("\n") + 4 + 6 * bool(bar) + 2 * len(legend) / columns
-    # Of its width, for a row of wide images.
-    heights = [min(1.0, max((tile.height for tile in row if tile), default=1.0)) for row in rows]
-    height = sum(heights) * _PLACE + (num_lines + foot) * _LINE
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, len(rows) * _PLACE + (num_lines + foot) * _LINE), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE, weight="bold", parse_math=False)
-    places = figure.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
+    places = figure.subplots(len(rows), columns, squeeze=False)
     for row, axes in zip(rows, places, strict=True):
         for axis, tile in itertools.zip_longest(axes, row):
             if tile is None:
