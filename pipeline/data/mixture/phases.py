@@ -7,7 +7,7 @@ from pipeline.data.mixture.shares import Shares
 from pipeline.settings.run import DataConfig, MixedSet
 
 # What a later entry of a set may leave out, but not change.
-_DETAILS = ("exclude", "limit", "eval_split")
+_DETAILS = ("exclude", "limit")
 _DEFAULT = MixedSet(path="", weight=1)
 
 

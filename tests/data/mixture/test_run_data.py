@@ -109,45 +109,32 @@ def test_a_balance_is_within_each_set(sets: Path) -> None:
         assert np.ptp(np.bincount(of_epoch)) <= 2  # Each within one of its share.
 
 
-def test_where_labels_are_only_scored_those_of_evaluated_sets_are_joined(sets: Path) -> None:
+def test_where_labels_are_only_scored_those_of_other_sets_are_not_read(sets: Path) -> None:
     """Any images may be learned from: classes of their own kept a set of others from being used."""
     of_images = opened(sets, "{path: renamed, weight: 1}", labels="scored")
     assert of_images.dataset.classes == open_dataset(sets / "a").classes
     assert of_images.split.labels_of(100).tolist() == []
     assert not [note for note in of_images.split.notes() if "classes" in note]
-    of_b = "{path: renamed, weight: 1, eval_split: extra}"
-    data, labelled = opened(sets, "{path: bare, weight: 1}, " + of_b, labels="scored"), opened(sets, of_b)
-    assert data.dataset.classes == labelled.dataset.classes == ["class0", "class1", "class2", "class3", "other"]
-    labels = [[one.evaluated["b_extra"][1].labels_of(row).tolist() for row in range(20)] for one in (data, labelled)]
-    assert [4] in labels[0]
-    assert labels[0] == labels[1]
-    with pytest.raises(UserError, match=r"bare has no labels, and .*/a has: a run needs them of every set from which"):
-        opened(sets, "{path: bare, weight: 1, eval_split: train}", labels="scored")
 
 
 def test_further_splits_are_evaluated_under_their_names(sets: Path) -> None:
     more = "data.eval_also=extra, train"
     alone = opened(sets, "", f"data.path={sets / 'b'}", "data.eval_split=extra", "data.eval_also=train")
-    assert {name: split.name for name, (_, split) in alone.evaluated.items()} == {"extra": "extra", "train": "train"}
-    mixed = config(sets, "{path: a, weight: 1, eval_split: val}", f"data.path={sets / 'b'}", "data.dev_share=0.1", more)
+    assert {name: split.name for name, split in alone.evaluated.items()} == {"extra": "extra", "train": "train"}
+    mixed = config(sets, "{path: a, weight: 1}", f"data.path={sets / 'b'}", "data.dev_share=0.1", more)
     data = open_run_data(mixed.data, 0, "learned")
-    evaluated = {name: (dataset.path.name, len(split)) for name, (dataset, split) in data.evaluated.items()}
-    assert evaluated == {"dev": ("b", 5), "extra": ("b", 20), "train": ("b", 50), "a_val": ("a", 10)}
+    evaluated = {name: len(split) for name, split in data.evaluated.items()}
+    assert evaluated == {"dev": 5, "extra": 20, "train": 50}
     assert list(evaluated) == mixed.data.evaluated
     assert {f"{name}_top1" for name in evaluated} < objectives.metrics(mixed)["scores"].keys()
-    other = opened(sets, "{path: b, weight: 1, eval_split: extra}", "data.eval_split=")
-    assert other.evaluation is other.evaluated["b_extra"][1]
-    for settings, reason in (
-        (["data.eval_also=test"], "data.eval_also = test: .*/a has no split 'test'. It has: train, val"),
-        (["data.eval_also=val"], "data.eval_also = val: there are metrics val_... of another split already."),
-    ):
-        with pytest.raises(UserError, match=reason):
-            opened(sets, "", *settings)
+    assert opened(sets, "", "data.eval_also=val").evaluated.keys() == {"val"}
+    with pytest.raises(UserError, match=r"/a has no split 'test'\. It has: train, val"):
+        opened(sets, "", "data.eval_also=test")
 
 
 def test_a_split_that_is_evaluated_and_trained_on_is_known(sets: Path) -> None:
     """In a mixture, it was another set of data.mix whose scores passed for those of held-out images."""
-    held_out = opened(sets, "{path: b, weight: 1, eval_split: extra}", "data.dev_share=0.1")
+    held_out = opened(sets, "{path: b, weight: 1}", "data.dev_share=0.1")
     assert held_out.not_held_out(held_out.trained_on("r")) == {}
     mixed = opened(
         sets, "{path: a, split: val, weight: 1}", f"data.path={sets / 'copy'}", "data.eval_also=train", "data.limit=50%"
@@ -181,7 +168,6 @@ def test_each_set_has_its_own_budget_of_unreadable_images(sets: Path) -> None:
         ),
         ("{path: b, weight: 1}, {path: b, weight: 2}", r"data.mix\[1\]: .*/b, split 'train'"),
         ("{path: bare, weight: 1}", "bare has no labels, and .*/a has"),
-        ("{path: b, weight: 1, eval_split: test}", "data.mix, .*/b, eval_split: .* has no split 'test'"),
         (
             "{path: b, weight: 1}, {path: b, weight: 2, limit: 9, from_step: 4}",
             r"data.mix\[1\].limit",
