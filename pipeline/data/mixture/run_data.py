@@ -85,15 +85,19 @@ def open_run_data(data: DataConfig, seed: int, labels: Labels, storage: Storage 
     own = open_dataset(data.path, storage)
     targets = _chosen_targets(own, data) if labels == "targets" else []
     split, evaluation = run_splits(own, data, seed)
-    evaluated = {} if evaluation is None else {evaluation.name: evaluation}
-    evaluated |= {name: own.split(name, data.exclude) for name in data.also_evaluated}
+    split = _with_targets(own, split, targets)
+    held_out = ([] if evaluation is None else [evaluation]) + [
+        own.split(name, data.exclude) for name in data.also_evaluated
+    ]
+    evaluated = {part.name: _with_targets(own, part, targets) for part in held_out}
     mixture = mixture_of(data)
     run = RunData(own, own, split, evaluated, held_out_split(own, data), len(split), targets)
     if len(mixture.sets) > 1:
         run = _with_other_sets(run, mixture, data, seed, labels)
     for part in evaluated.values():
         part.refuse_without_score(own.path, labels not in ("targets", "unread") and bool(run.dataset.classes))
-    run = _with_targets(run)
+    if targets:
+        _refuse_without_targets(run)
     _refuse_remote(data, run.split)
     if labels in ("learned", "partly", "scored") and own.targets and not own.classes:
         raise UserError(
@@ -124,34 +128,25 @@ def _chosen_targets(own: Dataset, data: DataConfig) -> list[str]:
     return data.targets or own.targets
 
 
-def _with_targets(run: RunData) -> RunData:
-    """The data with the numbers that are learned, in one order, in all splits; a set that lacks one has missing values.
+def _with_targets(dataset: Dataset, split: Split, names: Sequence[str]) -> Split:
+    """A split of the data set with these numbers, in this order; one that it lacks is missing."""
+    places = {name: place for place, name in enumerate(dataset.targets)}
+    return split.with_targets([places.get(name, -1) for name in names])
 
-    Raises UserError for one that no training image has, and for a split to evaluate on without any.
-    """
 
-    def chosen(dataset: Dataset, split: Split) -> Split:
-        places = {name: place for place, name in enumerate(dataset.targets)}
-        return split.with_targets([places.get(name, -1) for name in run.targets])
-
-    evaluated = {name: chosen(run.own, split) for name, split in run.evaluated.items()}
-    for split in evaluated.values():
-        if run.targets and not np.isfinite(split.target_values).any():
+def _refuse_without_targets(run: RunData) -> None:
+    """Raise UserError for a number that no training image has, and for a split to evaluate on without any."""
+    for split in run.evaluated.values():
+        if not np.isfinite(split.target_values).any():
             raise UserError(
                 f"{run.own.path}: split {split.name!r} has images, but no values of {', '.join(run.targets)}, so"
                 " nothing can be scored on it. Name another split."
             )
-    if isinstance(run.split, MixedSplit):
-        sets = tuple(replace(one, split=chosen(one.dataset, one.split)) for one in run.split.sets)
-        train: Split = replace(run.split, sets=sets)
-    else:
-        train = chosen(run.own, run.split)
-    if run.targets and (lacking := ~np.isfinite(train.target_values).any(0)).any():
+    if (lacking := ~np.isfinite(run.split.target_values).any(0)).any():
         raise UserError(
-            f"no training image has a value of {run.targets[int(lacking.argmax())]!r} (split {train.name!r} of"
+            f"no training image has a value of {run.targets[int(lacking.argmax())]!r} (split {run.split.name!r} of"
             f" {run.own.path}): choose others (data.targets), or another data.train_split."
         )
-    return replace(run, split=train, evaluated=evaluated)
 
 
 def _refuse_remote(data: DataConfig, split: Split) -> None:
@@ -172,7 +167,7 @@ def _with_other_sets(run: RunData, mixture: Mixture, data: DataConfig, seed: int
     for entry in mixture.sets[1:]:
         try:
             other = open_dataset(entry.path, run.own.storage)
-            split = other.split(entry.split, entry.exclude, entry.limit, seed)
+            split = _with_targets(other, other.split(entry.split, entry.exclude, entry.limit, seed), run.targets)
         except UserError as error:
             raise UserError(f"data.mix, {entry.path}: {error}") from None
         is_same = (other.fingerprint, entry.split) == (run.own.fingerprint, run.split.name)
