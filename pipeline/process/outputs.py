@@ -14,7 +14,6 @@ as the log files of a scheduler.
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -54,8 +53,6 @@ _MARKS: dict[Holds, tuple[str, ...]] = {
     "report of a run": ("report.html",),
     "segmentation": ("segmentation.json",),
 }
-# A folder of images may have very many class folders.
-_MOST_INNER = 100
 # Locks of the command that runs, see `holding_outputs`.
 _held: contextlib.ExitStack | None = None
 _paths: set[Path] = set()
@@ -137,12 +134,6 @@ def kind_of(folder: Path) -> Holds | None:
         if any((folder / mark).exists() for mark in marks):
             return kind
     return None
-
-
-def results_in(folder: Path) -> dict[Holds, Path]:
-    """Kind of results -> a folder of it, of the first ones in this folder: what `runs` and `datasets` hold."""
-    found = sorted(itertools.islice(folder.iterdir(), _MOST_INNER), reverse=True) if folder.is_dir() else []
-    return {kind: inner for inner in found if (kind := kind_of(inner))}
 
 
 def existing_folder(path: Path) -> Path:
