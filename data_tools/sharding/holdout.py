@@ -14,14 +14,14 @@ from data_tools.sources.listing import label_pairs, with_columns
 from data_tools.sources.spill import slices
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
-from pipeline.data.dataset.groups import group_finder, refuse_one_group
+from pipeline.data.dataset.groups import group_finder
 from pipeline.settings.commands.data import ShardConfig
 
 
 def with_groups(listing: Listing, pattern: str) -> Listing:
     """The listing with the groups that `pattern` (group_pattern) finds in the keys; itself without one.
 
-    Raises UserError as `group_finder` and `refuse_one_group`.
+    Raises UserError as `group_finder`.
     """
     if not pattern:
         return listing
@@ -30,9 +30,7 @@ def with_groups(listing: Listing, pattern: str) -> Listing:
     def grouped(table: pa.Table) -> pa.Table:
         return with_columns(table, group=pa.array(find(table["key"].to_pylist()), pa.large_string()))
 
-    table = listing.changed(grouped)
-    refuse_one_group(pattern, pc.unique(table["group"])[:2].to_pylist(), len(listing))
-    return replace(listing, table=table)
+    return replace(listing, table=listing.changed(grouped))
 
 
 def describe_groups(groups: Mapping[str, pa.Array | pa.ChunkedArray]) -> list[str]:

@@ -39,7 +39,7 @@ from pipeline.base.locks import only_writer
 from pipeline.base.progress import duration
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.dataset.groups import group_finder, refuse_one_group
+from pipeline.data.dataset.groups import group_finder
 from pipeline.data.dataset.manifest import (
     CHUNKS_FILE,
     INFO,
@@ -306,13 +306,6 @@ def _finish(
         )
     classes = names or [str(number) for number in range(max(done.num_classes for done in results))]
     write_table(out / SKIPPED, ("key", "where", "reason"), skipped)
-    groups = [
-        group
-        for part in kept
-        if group_pattern
-        for group in _rows(part, is_labelled, group_pattern)["group"].to_pylist()
-    ]
-    refuse_one_group(group_pattern, groups, len(groups))
     about, settings = {"path": str(source), "indexed": True}, {"group_pattern": group_pattern} if group_pattern else {}
     tables = (_rows(part, is_labelled, group_pattern) for part in kept)
     unread = sum((Counter(done.left_out) for done in results), Counter[str]())

@@ -23,7 +23,7 @@ from pipeline.base.words import command_line
 from pipeline.data.dataset.manifest import INFO, open_dataset, shards_beside
 from pipeline.data.loading.decode import is_visible_image
 from pipeline.data.storage.bucket import name_inside, walk_files
-from pipeline.process.outputs import kind_of, results_in
+from pipeline.process.outputs import kind_of
 from pipeline.process.start import dying_with_parent, rank
 from pipeline.settings.commands.data import ShardConfig
 
@@ -88,8 +88,8 @@ def _is_finished(out: Path) -> bool:
 
 
 def _holds_images(images: Path) -> bool:
-    if not images.is_dir() or kind_of(images) == "run" or {"run", "data set"} & results_in(images).keys():
-        return False  # Their figures are no images to train on.
+    if not images.is_dir() or kind_of(images) == "run":
+        return False  # Its figures are no images to train on.
     return any(is_visible_image(name_inside(path, images) or "") for path, *_ in walk_files(images))
 
 

@@ -14,16 +14,14 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from pipeline.base.errors import UserError
 from pipeline.base.page import add_legend
-from pipeline.base.words import counted, shorten
+from pipeline.base.words import shorten
 
 DPI = 150  # of the PNGs
 MAX_IMAGES = 8  # in a row
 SMALL, TEXT, TITLE = 7, 8, 10  # points
 MAP = matplotlib.colormaps["viridis"]
 GREY = "0.35"
-_MAX_PIXELS = 2**16  # Matplotlib's limit of each side.
 _PLACE, _LINE = 1.3, 0.14  # inches: of a tile with a gap, and of a line of text
 LINE_CHARACTERS = 17  # of a line over a tile
 
@@ -37,11 +35,6 @@ class Tile:
     pixels: np.ndarray
     lines: Sequence[str] = ()
     colour: str = ""
-
-    @property
-    def height(self) -> float:
-        """Of the image, as a share of its width."""
-        return self.pixels.shape[0] / self.pixels.shape[1]
 
     @property
     def wrapped(self) -> list[str]:
@@ -60,25 +53,15 @@ def gallery(
     """Tiles in rows; None leaves a place empty. bar: label of a colour bar from 0 to the largest value; empty for none.
 
     legend: (name, colour) of each square at the foot of the page.
-    Raises UserError for more rows than a picture can have.
     """
     columns = max(*map(len, rows), 3, math.ceil(0.088 * len(title) / _PLACE))
     width = columns * _PLACE
     note = textwrap.fill(note, int(width / 0.063))
     num_lines = sum(max((len(tile.wrapped) for tile in row if tile), default=0) for row in rows)
     foot = note.count("\n") + 4 + 6 * bool(bar) + 2 * len(legend) / columns
-    # Of its width, for a row of wide images.
-    heights = [min(1.0, max((tile.height for tile in row if tile), default=1.0)) for row in rows]
-    height = sum(heights) * _PLACE + (num_lines + foot) * _LINE
-    if height * DPI >= _MAX_PIXELS:
-        fitting = int(len(rows) * _MAX_PIXELS / (height * DPI))
-        raise UserError(
-            f"{title}: {counted(len(rows), 'row')}, but a picture holds some {fitting:,}. Draw fewer images"
-            " (num_drawn)."
-        )
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, len(rows) * _PLACE + (num_lines + foot) * _LINE), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE, weight="bold", parse_math=False)
-    places = figure.subplots(len(rows), columns, squeeze=False, height_ratios=heights)
+    places = figure.subplots(len(rows), columns, squeeze=False)
     for row, axes in zip(rows, places, strict=True):
         for axis, tile in itertools.zip_longest(axes, row):
             if tile is None:
@@ -109,15 +92,10 @@ def folded(rows: Sequence[Sequence[Tile]]) -> list[Sequence[Tile]]:
     return [part for parts in zip(*(lines_of(row, MAX_IMAGES) for row in rows), strict=True) for part in parts]
 
 
-def sheet(
-    tiles: Sequence[Tile], title: str, note: str, size: tuple[int, int], above: Sequence[Sequence[Tile]] = ()
-) -> Figure:
-    """Images in rows, below the rows `above`. Says where the model reads less than people see, as some mistakes are due
-    to that. size: (height, width) that the model reads.
-    """
-    reads = "" if tiles[0].pixels.shape[:2] == size else f" The model reads these crops at {size[0]} x {size[1]} px."
+def sheet(tiles: Sequence[Tile], title: str, note: str, above: Sequence[Sequence[Tile]] = ()) -> Figure:
+    """Images in rows, below the rows `above`."""
     rows = [tiles[first : first + MAX_IMAGES] for first in range(0, len(tiles), MAX_IMAGES)]
-    return gallery([*above, *rows], title, note + reads)
+    return gallery([*above, *rows], title, note)
 
 
 def lines_of(tiles: Sequence[Tile], most: int) -> list[Sequence[Tile]]:

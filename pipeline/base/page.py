@@ -48,37 +48,13 @@ class Table:
     @property
     def numeric(self) -> list[bool]:
         """Whether most cells of each column begin like a number, not counting empty ones and dashes."""
-        filled = [[cell for cell in column if cell.strip(" -\u2013")] for column in self._columns]
-        return [2 * sum(map(bool, map(_NUMBER.match, cells))) >= len(cells) for cells in filled]
-
-    @property
-    def looks(self) -> list[str]:
-        """Each column's class in the style sheet, or ""."""
-        found = []
-        for name, is_number, column in zip(self.header, self.numeric, self._columns, strict=True):
-            longest = max(map(len, column), default=0)
-            is_short = max(longest, *map(len, name.split()), 0) <= _SHORT_CELL
-            of_words = "word" if is_short else "words"
-            found.append("text" if longest > _LONG_CELL else "short" * is_short if is_number else of_words)
-        return found
-
-    @property
-    def _columns(self) -> list[list[str]]:
-        """The text of each column; pictures have none."""
         texts = [[cell if isinstance(cell, str) else "" for cell in row] for row in self.rows]
-        return [[row[i] for row in texts] for i in range(len(self.header))]
+        filled = [[row[i] for row in texts if row[i].strip(" -\u2013")] for i in range(len(self.header))]
+        return [2 * sum(map(bool, map(_NUMBER.match, cells))) >= len(cells) for cells in filled]
 
     @property
     def pictures(self) -> list[PngImage]:
         return [cell for row in self.rows for cell in row if isinstance(cell, PngImage)]
-
-
-@dataclass(frozen=True)
-class Beside:
-    """A table and a picture, side by side where the page is wide enough."""
-
-    table: Table
-    picture: PngImage
 
 
 @dataclass(frozen=True)
@@ -88,24 +64,17 @@ class Code:
     text: str
 
 
-Block = Heading | Paragraph | Table | PngImage | Beside | Code
+Block = Heading | Paragraph | Table | PngImage | Code
 
 _TEMPLATES = Path(__file__).parent / "templates"
-# Columns with a cell of more characters are prose; those without one of more than _SHORT_CELL are never broken on
-# screens.
-_LONG_CELL = 40
-_SHORT_CELL = 14
 # The beginning of a number, with or without a sign.
 _NUMBER = re.compile(r"[-+\u2212<~]?\d")
-# Parts of a cell in which lines are not broken: "66.13 % [65.84, 66.42]" has one place to break.
-_UNBROKEN = re.compile(r"\[[-+\d., ]*\]| %")
 # Colours of Okabe and Ito, which colour-blind people can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _FILTERS = {
     "base64": lambda content: base64.b64encode(content).decode(),
     "cell": lambda text: text.replace("|", "\\|").replace("\n", " "),
     "count": lambda number: f"{number:,}",
-    "unbroken": lambda text: _UNBROKEN.sub(lambda part: part[0].replace(" ", "\u00a0"), text),
     "words": lambda text: type(text)(" ".join(text.split())),  # Escaped text stays escaped.
 }
 
@@ -173,8 +142,7 @@ def report(title: str, blocks: Sequence[Block]) -> dict[str, bytes | str | None]
 
 def pictures_of(blocks: Sequence[Block]) -> list[PngImage]:
     """All pictures of the blocks, also those in tables."""
-    alone = [block.picture if isinstance(block, Beside) else block for block in blocks]
-    pictures = [block for block in alone if isinstance(block, PngImage)]
+    pictures = [block for block in blocks if isinstance(block, PngImage)]
     return pictures + [picture for block in blocks if isinstance(block, Table) for picture in block.pictures]
 
 

@@ -213,7 +213,7 @@ def _data(config: PlanConfig) -> tuple[PlanConfig, Data, Sequence[str]]:
     """
     if config.samples:
         return config, Data(config.samples, config.samples, config.classes), ()
-    found = open_run_data(config.data, config.seed, config.train.global_batch, config.labels)
+    found = open_run_data(config.data, config.seed, config.labels)
     split = found.split
     config = replace(config, data=replace(config.data, eval_split=found.eval_split, targets=found.targets))
     classes = found.dataset.num_classes

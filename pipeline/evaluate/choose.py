@@ -126,5 +126,5 @@ def _draw(
         f"{len(kept)} of {len(rows):,}. Each stands for about so many of {about} that it is the most similar chosen"
         " one to."
     )
-    figure = sheet(tiles, "Images to label first", note, loaded.image_size)
+    figure = sheet(tiles, "Images to label first", note)
     return png(figure, DPI, loaded.pixels.describe_shown())

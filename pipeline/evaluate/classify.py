@@ -8,10 +8,10 @@ non-finite logits.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -252,18 +252,6 @@ def label_map(classes: Sequence[str], names: Sequence[str]) -> np.ndarray:
         )
     number = {name: place for place, name in enumerate(names)}
     return np.array([number[name] for name in classes], np.int32)
-
-
-def names_in_mixture(classes: Sequence[str], fingerprint: str, extra: Mapping[str, Any]) -> list[str]:
-    """Names of a data set's classes as the weights know them: of a set of their mixture with a `class_map`, those that
-    it gives.
-
-    fingerprint: of the data set. extra: of the weights.
-    """
-    class_map = (extra.get("class_maps") or {}).get(fingerprint) or {}
-    if class_map:
-        print("classes renamed as in training: " + ", ".join(f"{own} is {name}" for own, name in class_map.items()))
-    return [class_map.get(name, name) for name in classes]
 
 
 def is_any(predicted: np.ndarray, labels: np.ndarray) -> np.ndarray:

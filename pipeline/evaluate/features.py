@@ -222,7 +222,7 @@ def _draw_neighbours(
     ]
     note = "The first image, and those whose features have the largest cosine similarity to its own."
     of_query = [[Tile(image, [Path(config.like).stem])]]
-    figure = sheet(tiles, "Similar images", note, loaded.image_size, of_query)
+    figure = sheet(tiles, "Similar images", note, of_query)
     with replacing(_sheet(config)) as file:
         file.write(png(figure, DPI, loaded.pixels.describe_shown()))
     for key, similarity, label in about:

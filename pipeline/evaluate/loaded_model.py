@@ -26,7 +26,7 @@ from pipeline.data.images.stored import describe_left_out
 from pipeline.data.loading.loader import Loader, normalise
 from pipeline.data.loading.single_image import trained_view
 from pipeline.data.loading.values import to_rgb
-from pipeline.data.loading.views import read_by, shown_view
+from pipeline.data.loading.views import eval_view, read_by
 from pipeline.evaluate.classify import Features, Predictions, extract, read_pixels
 from pipeline.evaluate.regression import TargetPredictions
 from pipeline.evaluate.split_reader import SplitReader
@@ -111,12 +111,11 @@ class LoadedModel:
         return seen
 
     def shown(self, config: WeightsConfig, split: Split, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The rows that can be read, and what the model sees of them, with enough pixels to look at, uint8 (n, H, W,
-        3).
+        """The rows that can be read, and what the model sees of them, uint8 (n, H, W, 3).
 
         The others are printed. Raises UserError for none.
         """
-        view = shown_view(self.view, self.image_size, *read_by(self.pixels, split))
+        view = eval_view(self.view, self.image_size, *read_by(self.pixels, split))
         with Loader(split, view, config.threads, prefetch=2, max_bad_share=1.0) as loader:
             kept, images = read_pixels(loader, rows, config.batch)
         print_unreadable(loader.bad, split.keys, "left out")

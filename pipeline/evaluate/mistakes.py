@@ -18,7 +18,7 @@ import numpy as np
 
 from pipeline.base import json_record
 from pipeline.base.files import table_csv
-from pipeline.base.page import Beside, Block, Code, Heading, Paragraph, PngImage, Table
+from pipeline.base.page import Block, Code, Heading, Paragraph, PngImage, Table
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 
@@ -218,7 +218,8 @@ def blocks(
     ]
     return [
         Heading("What it confuses"),
-        Beside(confused, confusion) if confusion else confused,
+        confused,
+        *([confusion] if confusion else []),
         Heading("Look at these: the worst mistakes, and doubtful labels"),
         Paragraph(
             f"{found.num_wrong:,} of {counted(found.num_images, 'image')} are predicted as another class than their"

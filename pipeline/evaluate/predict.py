@@ -15,7 +15,7 @@ from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.storage.atomic import replacing
 from pipeline.evaluate.adhoc_split import AdhocSplit, open_places
-from pipeline.evaluate.classify import Predictions, label_map, names_in_mixture, predict
+from pipeline.evaluate.classify import Predictions, label_map, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.evaluate.regression import predict_targets
 from pipeline.monitor.mlflow.weights import with_local_weights
@@ -136,12 +136,10 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
         )
     numbers = _numbered(num_classes)
     (images,) = open_places(config, own or numbers, loaded.pixels, split="images")
-    if own:
-        images = replace(images, label_names=names_in_mixture(images.label_names, images.fingerprint, loaded.extra))
-        if set(images.label_names) <= set(own):
-            with contextlib.suppress(UserError):  # Names that are not unique: no true class is known.
-                split = images.split.relabelled(label_map(images.label_names, own))
-                images = replace(images, split=split, label_names=list(own))
+    if own and set(images.label_names) <= set(own):
+        with contextlib.suppress(UserError):  # Names that are not unique: no true class is known.
+            split = images.split.relabelled(label_map(images.label_names, own))
+            images = replace(images, split=split, label_names=list(own))
     named = own or (images.label_names if len(images.label_names) == num_classes else numbers)
     if named not in (own, numbers):
         where = ", ".join(config.images)

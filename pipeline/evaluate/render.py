@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from pipeline.base.page import COLOURS, Beside, Block, Heading, Paragraph, Table, png, style_axes
+from pipeline.base.page import COLOURS, Block, Heading, Paragraph, Table, png, style_axes
 from pipeline.base.trained_on import TRAINED_BY, not_held_out
 from pipeline.base.words import counted, shorten, significant
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
@@ -142,8 +142,6 @@ def page(scores: dict[str, Any], of_mistakes: Sequence[Block]) -> tuple[str, lis
         )
         table = Table(("class", "precision", "recall", "F1", "images"), rows)
         blocks += [Heading("Classes"), Paragraph(about), table]
-    if "per_class" in scores:
-        blocks += [block.picture for block in of_mistakes if isinstance(block, Beside)]  # In full size.
     if bad := scores["unreadable"] + scores.get("probe_unreadable", []):
         named = [(each["key"], each["problem"]) for each in bad[:_MAX_NAMED]]
         about = f"{len(named)} of {len(bad):,}; all are in scores.json."

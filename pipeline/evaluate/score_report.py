@@ -31,7 +31,6 @@ from pipeline.evaluate.classify import (
     in_groups,
     label_map,
     label_table,
-    names_in_mixture,
     outcomes,
     per_class,
     predict,
@@ -281,17 +280,15 @@ def _in_classes_of_weights(
     Raises UserError where the classes of the data are not among those of the weights, as those of each set of a mixture
     are.
     """
-    num_classes, names, own = loaded.model.config.num_classes, None, dataset.classes
-    if config.match_classes:
-        names, own = loaded.extra.get("classes"), names_in_mixture(own, dataset.fingerprint, loaded.extra)
+    num_classes, own = loaded.model.config.num_classes, dataset.classes
+    names = loaded.extra.get("classes") if config.match_classes else None
     if num_classes and names and set(own) <= set(names):
         if names != own:
             split = split.relabelled(label_map(own, names))
             others = ", and a prediction of one of the others is wrong" * (len(own) < len(names))
             known = f"{len(own):,} of {config.data} are among the {len(names):,} of the weights"
             print(f"classes by name: the {known}{others}")
-        triples = zip(dataset.classes, own, dataset.class_names, strict=True)
-        shown = {name: readable if name == unnamed else unnamed for unnamed, name, readable in triples}
+        shown = dict(zip(own, dataset.class_names, strict=True))
         class_names = [shown.get(name, name) for name in names]
         info = {**dataset.info, "classes": names, "num_classes": len(names), "class_names": class_names}
         return replace(dataset, info=info), split

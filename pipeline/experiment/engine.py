@@ -252,7 +252,7 @@ def sources_of(specs: Iterable[RunSpec]) -> dict[str, str]:
     specs, found = list(specs), dict[str, str]()
     for run in {spec.file: spec for spec in reversed(specs)}.values():
         whole = replace(run.config.data, limit=Limit.parse("100%"), dev_share=0.0)
-        for of in datasets_of(open_run_data(whole, 0, run.config.train.global_batch, run.config.labels)):
+        for of in datasets_of(open_run_data(whole, 0, run.config.labels)):
             found[f"{of.name}:{of.split} ({of.context})"] = f"{of.digest} without {of.notes['excluded']}"
     # What begins with weights of another run of the experiment may do so before they are there.
     begun = [spec for spec in specs if not (spec.needs and spec.config.init.weights)]

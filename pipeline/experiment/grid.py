@@ -189,7 +189,7 @@ def _check_data(trial: RunSpec, config: GridConfig) -> dict[float, dict[str, Any
         raise UserError("data.eval_split is empty, but the final runs are scored on it. Name a split.")
     facts = {}
     for share in (config.dev_share, 0.0):
-        opened = open_run_data(replace(settings, dev_share=share), run.seed, run.train.global_batch, run.labels)
+        opened = open_run_data(replace(settings, dev_share=share), run.seed, run.labels)
         steps = run.train.length.steps(opened.epoch_samples, run.train.global_batch)
         images = steps * run.train.global_batch
         facts[share] = {"data_size": len(opened.split), "steps": steps, "images_seen": images}

@@ -280,8 +280,7 @@ def _cells_of(
     folder = Path(config.out) / config.name
     common = [*config.settings, *_overrides(config, model), f"out={folder}", f"seed={seed}", f"data.limit={size}"]
     first = make_spec("study", "", config.run, [*common, "name=study"]).config
-    batch = first.train.global_batch
-    asked = (first.data, seed, batch, first.labels)
+    batch, asked = first.train.global_batch, (first.data, seed, first.labels)
     if (data := opened.get(repr(asked))) is None:
         data = opened[repr(asked)] = open_run_data(*asked)
     if data.eval_split != first.data.eval_split:  # The data have no such split, and the run itself sets none.
@@ -393,7 +392,7 @@ def _finetune(file: str, cell: RunSpec, model: models.Config) -> RunSpec:
     given = [f"name={name}", f"out={cell.config.out}", f"seed={cell.seed}", f"init.weights={cell.folder}"]
     spec = make_spec(name, "finetune", file, given, group=cell.group, needs=(cell.name,))
     train, size = spec.config.train, spec.config.model.image_size
-    data = open_run_data(spec.config.data, cell.seed, train.global_batch, spec.config.labels)
+    data = open_run_data(spec.config.data, cell.seed, spec.config.labels)
     model = replace(model, image_size=size)
     steps = train.length.steps(data.epoch_samples, train.global_batch)
     return _with_cost(spec, data, model, models.training_flops_per_image(model), steps)

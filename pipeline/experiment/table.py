@@ -98,7 +98,7 @@ def parquet(rows: Sequence[Row], earlier: Sequence[Row]) -> bytes:
 def _column(values: list[Any]) -> pa.Array:
     with contextlib.suppress(pa.ArrowInvalid, pa.ArrowTypeError):  # A setting of several types.
         column = pa.array(values)
-        if "struct" not in str(column.type):  # Parquet has no empty one, as a class_map of data.mix may be.
+        if "struct" not in str(column.type):  # Parquet has no empty one.
             return column
     return pa.array([None if value is None else str(value) for value in values])
 

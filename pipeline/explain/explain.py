@@ -170,10 +170,9 @@ def _draw_images(
     refuse_none_readable(", ".join(config.images), problems, split, len(rows))
     rows, pixels = rows[readable][: config.num_drawn], torch.from_numpy(values[readable])
     few = pixels[: config.num_drawn]
-    _, shown = loaded.shown(config, split, rows)
     numbers["images"] = split.keys(rows)
     captions = [[caption] for caption in pictures.captions(rows.tolist())]
-    inputs = list(map(Tile, shown, captions))
+    inputs = list(map(Tile, to_rgb(few.numpy(), loaded.pixels), captions))
 
     drawn, model = Drawn(), cast(VisionTransformer, loaded.model)  # Of others, no tokens are wanted.
     if wanted & _ATTENTION_DRAWINGS:
@@ -197,8 +196,7 @@ def _draw_images(
     if "reconstruction" in wanted and mae is not None:
         read = normalise(few, loaded.device, torch.float32, loaded.pixels)
         painted = reconstruct(mae.to(loaded.device), read, rows, config.seed, config.batch)
-        originals = list(map(Tile, to_rgb(few.numpy(), loaded.pixels), captions))
-        drawn["reconstruction"] = galleries.draw_reconstruction(painted, mae.normalise, originals)
+        drawn["reconstruction"] = galleries.draw_reconstruction(painted, mae.normalise, inputs)
         numbers["reconstruction_losses"] = painted.losses.tolist()
     if "predictions" in wanted:
         print_numbered(config, names)
@@ -225,6 +223,5 @@ def _draw_predictions(
         predictions.probabilities[:, 0],
         names,
         _NUM_PREDICTIONS,
-        loaded.image_size,
         partial(loaded.shown, config, split),
     )

@@ -1,7 +1,7 @@
 """Draws figures with Matplotlib: attention, components, positions, filters, predictions.
 
-Colour maps are perceptually uniform (viridis). Pixels are uint8 (H, W, 3), the crops that the model reads, maybe with
-more pixels; maps float32 (h, w), at least 0.
+Colour maps are perceptually uniform (viridis). Pixels are uint8 (H, W, 3), the crops that the model reads; maps float32
+(h, w), at least 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -119,14 +119,13 @@ def draw_predictions(
     confidence: np.ndarray,
     names: Sequence[str],
     most: int,
-    size: tuple[int, int],
     read: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
 ) -> Figure:
     """At most `most` images with true class and prediction, in green or red, in the order of `order_by_mistake`; if no
     true class is known, in black, the most confident first.
 
     true, predicted: int64 (n,), -1 if unknown. confidence: float (n,). names: of all classes, of which some may have
-    the same one, as ImageNet's two cranes. size: that the model reads. read: int64 numbers of images -> (those that can
+    the same one, as ImageNet's two cranes. read: int64 numbers of images -> (those that can
     be read, their pixels).
     """
     known = np.flatnonzero((true >= 0) & (predicted >= 0))
@@ -150,7 +149,7 @@ def draw_predictions(
         else:
             mark, colour = ("✓", _RIGHT) if true[number] == predicted[number] else ("✗", _WRONG)
             tiles.append(Tile(image, [names[true[number]], f"{mark} {said}"], colour))
-    return sheet(tiles, "Predictions", note, size)
+    return sheet(tiles, "Predictions", note)
 
 
 def overlay(pixels: np.ndarray, values: np.ndarray, config: ViTConfig) -> np.ndarray:

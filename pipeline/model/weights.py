@@ -43,7 +43,7 @@ _SCALE = f"{ADDITION}scale."
 # Fields of `extra` that hold for a model after it was loaded: of how it reads images, and those of its head.
 # Names of the numbers that a head predicts, and, where these are standardised, by which mean and deviation.
 TARGETS, TARGET_SCALE = "targets", "target_scale"
-_OF_IMAGES, _OF_HEAD = ("preprocessing", "trained_on"), ("classes", "class_names", "class_maps", "loss", TARGETS)
+_OF_IMAGES, _OF_HEAD = ("preprocessing", "trained_on"), ("classes", "class_names", "loss", TARGETS)
 
 Say = Callable[[str], object]
 
@@ -60,7 +60,6 @@ class _Extra:
 
     classes: list[str] | None = None
     class_names: list[str] | None = None  # readable ones
-    class_maps: dict[str, dict[str, str]] | None = None  # fingerprint of a data set -> its class -> that of `classes`
     preprocessing: SavedPreprocessing | None = None
     loss: str | None = None
     trained_on: list[TrainedSet] | None = None

@@ -14,7 +14,6 @@ as the log files of a scheduler.
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -54,8 +53,6 @@ _MARKS: dict[Holds, tuple[str, ...]] = {
     "report of a run": ("report.html",),
     "segmentation": ("segmentation.json",),
 }
-# A folder of images may have very many class folders.
-_MOST_INNER = 100
 # Locks of the command that runs, see `holding_outputs`.
 _held: contextlib.ExitStack | None = None
 _paths: set[Path] = set()
@@ -82,8 +79,6 @@ def try_outputs(config: Any, prefix: str = "") -> None:
             try_output(name, Path(place), kind, field.metadata.get("holds"))
             if kind == "file":
                 hold(Path(place), is_file=True)
-            else:
-                _refuse_among(name, Path(place), getattr(config, "images", []))
         elif output != "folder or URL":  # It would become the local folder `s3:`.
             setting = f"{prefix}{within}" if within and "://" not in value else name
             raise UserError(f"{setting} = {place}: this is written to a file system, not to a bucket. Give a path.")
@@ -141,30 +136,11 @@ def kind_of(folder: Path) -> Holds | None:
     return None
 
 
-def results_in(folder: Path) -> dict[Holds, Path]:
-    """Kind of results -> a folder of it, of the first ones in this folder: what `runs` and `datasets` hold."""
-    found = sorted(itertools.islice(folder.iterdir(), _MOST_INNER), reverse=True) if folder.is_dir() else []
-    return {kind: inner for inner in found if (kind := kind_of(inner))}
-
-
 def existing_folder(path: Path) -> Path:
     """The path, or the nearest folder above it that exists."""
     while not os.path.lexists(path):
         path = path.parent
     return path
-
-
-def _refuse_among(name: str, path: Path, images: list[str]) -> None:
-    """Raise UserError for an output folder that is one of images, or inside of one: the next command would read its
-    pictures, too.
-    """
-    for place in images:
-        folder = Path(place)
-        if folder.is_dir() and kind_of(folder) is None and path.resolve().is_relative_to(folder.resolve()):
-            raise UserError(
-                f"{name} = {path} is in the folder of the images, {place}, and its pictures would be read as such."
-                " Choose another folder."
-            )
 
 
 def _problem(path: Path, output: Output) -> str:

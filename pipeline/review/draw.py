@@ -79,7 +79,7 @@ def _evaluated(config: RunConfig) -> tuple[Dataset, Split, str]:
     """
     data = config.data
     storage = Storage.create(data.retry_minutes, data.cache, data.cache_gb)
-    opened = open_run_data(data, config.seed, config.train.global_batch, config.labels, storage)
+    opened = open_run_data(data, config.seed, config.labels, storage)
     assert opened.evaluation is not None, "there are predictions of it"
     return opened.dataset, opened.evaluation, data.train_split if data.dev_share else ""
 

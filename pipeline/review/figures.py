@@ -11,12 +11,11 @@ from pipeline.base.page import COLOURS, png
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.values import to_rgb
-from pipeline.data.loading.views import shown_view
+from pipeline.data.loading.views import eval_view
 from pipeline.evaluate.classify import read_pixels
 from pipeline.explain import galleries
 from pipeline.review.curves import SMOOTH_FROM, draw_line, finish, finite, lines_of
 from pipeline.review.record import LastPredictions, RunRecord, Series
-from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 
 # Metric -> part of a step, in the order in which they follow each other.
@@ -76,8 +75,8 @@ def _finish(axes: Axes, title: str) -> None:
 
 # ---------------------------------------------------------------------- the last evaluation
 def read_shown(split: Split, config: RunConfig, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(the rows that can be read, the crops that the model sees, with enough pixels to look at, uint8 (n, H, W, 3))."""
-    view = shown_view(config.augment, config.model.image_size, split.pixels)
+    """(the rows that can be read, the crops that the model sees, uint8 (n, H, W, 3))."""
+    view = eval_view(config.augment, config.model.image_size, split.pixels)
     with Loader(split, view, _THREADS, prefetch=2, max_bad_share=1.0) as loader:
         rows, pixels = read_pixels(loader, rows, 16)
     return rows, to_rgb(pixels.numpy(), split.pixels)
@@ -91,6 +90,6 @@ def draw_sheet(found: LastPredictions, names: list[str], split: Split, config: R
     """
     if not ((found.true >= 0) & (found.predicted >= 0)).any():
         return None
-    size, read = ImageSize.parse(config.model.image_size), partial(read_shown, split, config)
-    figure = galleries.draw_predictions(found.true, found.predicted, found.probability, names, _NUM_IMAGES, size, read)
+    read = partial(read_shown, split, config)
+    figure = galleries.draw_predictions(found.true, found.predicted, found.probability, names, _NUM_IMAGES, read)
     return png(figure, DPI, split.pixels.describe_shown())

@@ -43,7 +43,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     batch = of_run.train.global_batch
     if config.data:
         of_run = replace(of_run, data=replace(of_run.data, path=config.data))
-    data = open_run_data(of_run.data, of_run.seed, batch, of_run.labels)
+    data = open_run_data(of_run.data, of_run.seed, of_run.labels)
     split = data.split
     if state:
         _refuse_other_data(state, data.dataset, split)

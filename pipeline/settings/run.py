@@ -6,7 +6,6 @@ the number of ranks are in `pipeline/estimate/plan.py`, those of an objective in
 
 import math
 import os.path
-import re
 from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
@@ -161,8 +160,6 @@ class MixedSet(Settings):
     """Lists of excluded samples: all, none, or names with commas."""
     limit: Limit = Limit.parse("100%")
     """Train on a random subset: a number of samples or a share."""
-    class_map: dict[str, str] = {}
-    """Classes of this set that have another name in the mixture, as {kitty: cat}."""
     labels: bool = True
     """Whether its labels are read. With train.loss=pseudo_labels, false makes its images unlabelled; data.path may then
     be named again.
@@ -171,18 +168,6 @@ class MixedSet(Settings):
     """Step from which the set has this weight. An entry with the path, split and labels of an earlier one changes its
     weight.
     """
-    eval_split: str = ""
-    """Splits of this set to evaluate on beside data.eval_split, with commas between; their metrics begin with the
-    folder's name.
-    """
-
-    @property
-    def evaluated(self) -> dict[str, str]:
-        """Beginning of the names of metrics -> split of this set to evaluate on."""
-        # Options of a URL may have slashes, too.
-        path = self.path.partition("?")[0] if "://" in self.path else self.path
-        folder = re.sub(r"[^\w.-]", "_", path.rstrip("/").rpartition("/")[2])
-        return {f"{folder}_{name}": name for name in _named(self.eval_split)}
 
     @property
     def name(self) -> tuple[str, str, bool]:
@@ -243,13 +228,11 @@ class DataConfig(Settings):
 
     @property
     def evaluated(self) -> list[str]:
-        """Beginnings of the names of metrics of the splits that the run is evaluated on: of data.path, then of each
-        other set.
+        """Splits of data.path that the run is evaluated on, by which the names of metrics begin.
 
         The first is the main one: of its predictions are figures and scores.json.
         """
-        own = [] if not self.evaluated_split else [self.evaluated_split]
-        return [*own, *self.also_evaluated, *(name for entry in self.mix for name in entry.evaluated)]
+        return list(dict.fromkeys(filter(None, [self.evaluated_split, *self.also_evaluated])))
 
     @property
     def evaluated_split(self) -> str:

@@ -32,7 +32,6 @@ from pipeline.cluster.status_files import RUN_FOLDER, Ending
 from pipeline.cluster.stop import Stop
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.order import batches_before, skip_batches
-from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.retry import Retry
 from pipeline.model import Model
@@ -363,9 +362,6 @@ class TrainingRun(StartingPoint):
         }
         if "classes" in extra and dataset.class_names != dataset.classes:
             extra["class_names"] = dataset.class_names
-        split = self.data.split
-        if isinstance(split, MixedSplit) and split.class_maps:
-            extra["class_maps"] = split.class_maps
         extra |= engine.objective.extra()
         metadata = models.safetensors_metadata(model, extra)
         return Commit(state, engine.shapes, metadata, config.checkpoint.keep, sorted(self.damaged), keep)

@@ -136,7 +136,7 @@ class SplitEvaluator(Evaluator):
 
     def measure_on_all_ranks(self, step: int) -> Evaluation:
         evaluated = self.run.data.evaluated.items()
-        found = {name: self._scores_on_all_ranks(step, split) for name, (_, split) in evaluated}
+        found = {name: self._scores_on_all_ranks(step, split) for name, split in evaluated}
         scores, predictions = next(iter(found.values()))  # Without a split, objectives.metrics has no scores.
         trained = self.run.data.not_held_out(self.run.trained_on)
         metrics = {f"{of}_{metric}": value for of, (its, _) in found.items() for metric, value in its.to_dict().items()}

@@ -437,7 +437,7 @@ def dry_run_on_all_ranks(engine: "Engine", prepared: Prepared) -> None:
 
     trials: list[tuple[str, int, Callable[[int], object]]] = []  # (of what, most images that a rank may get, trial)
     if objectives.metrics(config)["scores"]:
-        most = -(-max(len(split) for _, split in data.evaluated.values()) // plan.world_size)
+        most = -(-max(map(len, data.evaluated.values())) // plan.world_size)
         if objective.predicts:
             trials.append(("evaluation", most, lambda count: engine.forward(zeros(count, *config.model.image_size))))
         else:

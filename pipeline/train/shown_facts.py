@@ -141,8 +141,8 @@ def datasets_of(data: RunData, trained_on: Sequence[TrainedSet] = ()) -> Iterato
     else:
         yield facts(data.dataset, split, "training", test_copies=_test_copies(data.dataset, split.name))
     trained = data.not_held_out(trained_on)
-    for name, (dataset, part) in data.evaluated.items():
-        yield facts(dataset, part, "evaluation", **({TRAINED_BY: trained[name]} if name in trained else {}))
+    for name, part in data.evaluated.items():
+        yield facts(data.own, part, "evaluation", **({TRAINED_BY: trained[name]} if name in trained else {}))
 
 
 def environment(device: torch.device) -> list[str]:

@@ -143,7 +143,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
 
     world_size = check_environment()
     storage = Storage.create(config.data.retry_minutes, config.data.cache, config.data.cache_gb, world_size)
-    data = open_run_data(config.data, config.seed, config.train.global_batch, config.labels, storage)
+    data = open_run_data(config.data, config.seed, config.labels, storage)
     config = replace(config, data=replace(config.data, eval_split=data.eval_split, targets=data.targets))
     probed = {}
     if config.probe.every.amount and config.probe.reads_labels:
@@ -161,7 +161,7 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
 
     objectives.check(config, data.dataset.num_classes, data.dataset.classes)
     objectives.check_pixels(config, data.split.pixels)
-    for _, split in data.evaluated.values() if config.evaluate.ordinal else ():
+    for split in data.evaluated.values() if config.evaluate.ordinal else ():
         split.refuse_several_labels("evaluate.ordinal=true")
     if not config.init.weights:  # Refuses what cannot be built while there is no run folder yet.
         objectives.new_backbone(config, data.dataset.num_classes, data.split.pixels)

@@ -155,12 +155,6 @@ def test_true_classes_are_those_of_the_same_name(weights: Path, make_dataset, tm
         true = images.true_classes(names).split
         assert [true.labels_of(row).tolist() for row in range(3)] == expected
         assert images.labels(range(3)) == [CLASSES[0], CLASSES[2], None]
-    # A set of the mixture whose own name of a class is another one's there (class_map).
-    mixed = save(tmp_path / "mixed.pt", classes=CLASSES, class_maps={part.fingerprint: {CLASSES[2]: CLASSES[1]}})
-    config = schema.load(PredictConfig, None, [f"weights={mixed}", f"data={part.path}", "device=cpu"])
-    images, names = predict.open_images(config, load_model(config))
-    assert [images.true_classes(names).split.labels_of(row).tolist() for row in range(3)] == [[0], [1], []]
-    assert images.labels(range(3)) == [CLASSES[0], CLASSES[1], None]
 
 
 def test_readable_names_are_shown(data: Dataset, tmp_path: Path, make_dataset) -> None:

@@ -159,13 +159,13 @@ def test_an_ablation_compares_all_with_the_first_model() -> None:
 def test_a_table_has_a_row_for_each_run_and_keeps_those_that_are_left_out(tmp_path: Path) -> None:
     rows = [
         Row("a", "m", 0, "done", scores={"top1": 0.5, "finetune:x.y": 0.25}, settings={"data.mix": [], "b": "c"}),
-        Row("b", "m", 1, "diverged", "the loss is nan", settings={"data.mix": [{"class_map": {}}], "b": 3}),
+        Row("b", "m", 1, "diverged", "the loss is nan", settings={"data.mix": [{"a": {}}], "b": 3}),
     ]
     (tmp_path / TABLE).write_bytes(parquet(rows, []))
     found = read_table(tmp_path)
     # A column has one type.
     assert found[0] == replace(rows[0], settings={"data.mix": "[]", "b": "c"})
-    assert found[1] == replace(rows[1], settings={"data.mix": "[{'class_map': {}}]", "b": "3"})
+    assert found[1] == replace(rows[1], settings={"data.mix": "[{'a': {}}]", "b": "3"})
     assert pq.read_table(tmp_path / TABLE).column("scores.top1").to_pylist() == [0.5, None]
     (tmp_path / TABLE).write_bytes(parquet(rows[1:], found))
     assert [row.name for row in read_table(tmp_path)] == ["b", "a"]

@@ -121,7 +121,7 @@ def test_classes_of_one_name_are_not_taken_for_each_other(
     found = run(tmp_path / "cranes.pt", tmp_path / "out", "draw=predictions", images_given(photos))["predictions"]
     assert (found["images"], found["wrong"]) == (9, 6)
     signs = sorted((tile.lines[0], tile.lines[1].partition(":")[0]) for tile in tiles)
-    assert {tile.pixels.shape for tile in tiles} == {(192, 192, 3)}  # More than the 16 px of the model.
+    assert {tile.pixels.shape for tile in tiles} == {(16, 16, 3)}  # As the model reads them.
     assert signs == [("crane", "✓ crane")] * 3 + [("crane", "✗ crane")] * 3 + [("fly", "✗ crane")] * 3
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import pyarrow as pa
 from PIL import Image
 
 from pipeline.architecture.pixels import RGB8, Pixels
-from pipeline.data.dataset.manifest import ROWS, Shard, targets_field, write_dataset
+from pipeline.data.dataset.manifest import INFO, ROWS, Shard, targets_field, write_dataset
 from pipeline.data.loading.views import Views, ViewWriter, train_views
 from pipeline.data.storage.content import content_hash
 from pipeline.settings.run import AugmentConfig
@@ -86,6 +87,13 @@ def make_dataset(
     classes = [f"class{c}" for c in range(NUM_CLASSES)] if labelled else []
     write_dataset(path, shards, tables, classes, {"made by": "tests"}, {}, pixels=pixels, targets=targets)
     return path
+
+
+def rename_classes(path: Path, classes: list[str]) -> None:
+    """Give the classes of a data set other names."""
+    info = json.loads((path / INFO).read_text())
+    del info["checksum"]
+    (path / INFO).write_text(json.dumps({**info, "classes": classes}))
 
 
 def means(picture: np.ndarray, count: int, lacks_last: bool) -> list[float | None]:

@@ -145,7 +145,7 @@ def test_labels_are_those_that_there_are(dataset: Path, bare: Path) -> None:
     """Of the labelled set, of one without labels, and of the first again with its labels left out."""
     mix = f"data.mix=[{{path: {bare}, weight: 2}}, {{path: {dataset}, weight: 1, labels: false}}]"
     config = schema.load(RunConfig, None, given(dataset, mix, "data.limit=20", "train.global_batch=8"))
-    data = open_run_data(config.data, 0, 8, config.labels)
+    data = open_run_data(config.data, 0, config.labels)
     assert isinstance(data.split, MixedSplit)
     whole = open_dataset(dataset).split("train")
     assert [len(part) for part in data.split.parts] == [20, 60, len(whole)]
@@ -167,7 +167,7 @@ def test_images_that_are_held_out_are_in_neither_set(dataset: Path) -> None:
     config = schema.load(
         RunConfig, None, given(dataset, mix, "data.limit=60", "data.dev_share=0.2", "train.global_batch=8")
     )
-    data = open_run_data(config.data, 0, 8, config.labels)
+    data = open_run_data(config.data, 0, config.labels)
     whole, held_out = open_dataset(dataset).split("train"), data.evaluation
     assert held_out is not None
     assert [len(part) for part in data.split.parts] == [48, len(whole) - 12]

@@ -18,7 +18,7 @@ from pipeline.process import outputs
 from pipeline.process.outputs import Holds, Output, kind_of, try_output, try_outputs
 from pipeline.settings import run, schema
 from pipeline.settings.command import main
-from pipeline.settings.commands import data, operate, reports, segment, transfer, weights
+from pipeline.settings.commands import data, operate, reports, transfer, weights
 
 RUN = ["name=try", "model.name=ViT-Ti/16", "data.path=here", "train.length=90 epochs"]
 WEIGHTS = ["weights=w", "source=i"]
@@ -129,16 +129,6 @@ def test_a_folder_is_for_results_of_one_kind(kind: Holds, tmp_path: Path) -> Non
             try_outputs(config)
     for name in HELD[kind][0]:
         assert (folder / name).read_text() == "x"
-
-
-def test_pictures_are_not_written_among_the_images(tmp_path: Path) -> None:
-    """The sheet of a segmentation was an image of the next one, and had no mask."""
-    photos = tmp_path / "photos"
-    (photos / "cat").mkdir(parents=True)
-    settings = ["weights=w", "masks=m", f"source={photos}"]
-    for out in (photos / "new", photos / "cat" / "new"):
-        assert f"out = {out} is in the folder of the images" in problem(segment.SegmentConfig, *settings, f"out={out}")
-    try_outputs(load(segment.SegmentConfig, *settings, f"out={tmp_path}/photos-2"))
 
 
 def test_every_output_is_declared() -> None:

@@ -156,10 +156,9 @@ def _scan(batches: Iterable[pa.RecordBatch], split: str) -> tuple[bytes, np.ndar
     digest, counts = xxhash.xxh3_128(), Counter[str]()
     found = [np.empty(0, np.int64)]
     for batch in batches:
-        rows, splits = batch["row"].to_numpy().astype("<i8"), batch["split"].dictionary_encode()
+        rows = batch["row"].to_numpy().astype("<i8")
         digest.update(rows.tobytes())
-        numbers, names = splits.indices.to_numpy(), splits.dictionary.to_pylist()
-        counts.update(dict(zip(names, np.bincount(numbers, minlength=len(names)).tolist(), strict=True)))
-        found += [rows[numbers == names.index(split)]] if split in names else []
+        counts.update({one["values"]: one["counts"] for one in pc.value_counts(batch["split"]).to_pylist()})
+        found.append(rows[pc.equal(batch["split"], split).to_numpy(zero_copy_only=False)])
     digest.update(json.dumps(counts).encode())
     return digest.hexdigest().encode(), np.concatenate(found)

@@ -3,7 +3,7 @@ stored.
 """
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import pyarrow as pa
 
@@ -32,13 +32,3 @@ def group_finder(pattern: str) -> Callable[[Sequence[str]], list[str]]:
         return groups
 
     return find
-
-
-def refuse_one_group(pattern: str, groups: Collection[str], num_images: int) -> None:
-    """Raises UserError if all images are of one group. groups: at least two of them, if there are two."""
-    if num_images > 1 and len(set(groups)) == 1:
-        raise UserError(
-            f"group_pattern = {quoted(pattern)} finds one group, {next(iter(groups))!r}, for all {num_images:,} images,"
-            " so that none could be held out. Match what differs between groups, too, as 'patient[0-9]+' does and"
-            " 'patient' does not."
-        )

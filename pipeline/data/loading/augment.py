@@ -149,26 +149,23 @@ def random_resized_crop(height: int, width: int, config: AugmentConfig, draw: Ca
     return (height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width
 
 
-def write_eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig, unit: int = 1) -> None:
+def write_eval_view(image: np.ndarray, out: np.ndarray, config: AugmentConfig) -> None:
     """Write the deterministic evaluation view of `image`, (H, W, C), into `out`, (height, width, C) of the same type.
 
     eval_crop "center": resize the short side to eval_resize, crop the centre. "resize": resize the whole image.
     "resize_center": resize the whole image to a frame whose short side is eval_resize, crop its centre. Shrinking is by
-    area (resize_filter=linear), antialiased or bilinear; enlarging is bilinear. unit: pixels of `out` for one of the
-    model's, with whose sizes the frame and the crop are computed.
+    area (resize_filter=linear), antialiased or bilinear; enlarging is bilinear.
     """
-    height, width = out.shape[:2]
+    view = height, width = out.shape[:2]
     if config.eval_crop != "resize":
-        view = height // unit, width // unit
         frame = enlarged(view, config.eval_resize or default_eval_resize(view))
         if config.eval_crop == "center":
-            image = _cover(image, frame, config, unit)
+            image = _cover(image, frame, config)
         else:
-            size = frame[0] * unit, frame[1] * unit
-            image = resize(image, size[::-1], resize_method(image, size, config))
-        top, left = ((side // unit - of_view) // 2 * unit for side, of_view in zip(image.shape, view, strict=False))
+            image = resize(image, frame[::-1], resize_method(image, frame, config))
+        top, left = (image.shape[0] - height) // 2, (image.shape[1] - width) // 2
         image = image[top : top + height, left : left + width]
-    _resize_into(image, out, resize_method(image, (height, width), config))
+    _resize_into(image, out, resize_method(image, view, config))
 
 
 def _placed(rows_left: int, columns_left: int, u_top: float, u_left: float) -> tuple[int, int]:
@@ -197,9 +194,9 @@ def resize_method(image: np.ndarray, size: tuple[int, int], config: AugmentConfi
     )
 
 
-def _cover(image: np.ndarray, frame: tuple[int, int], config: AugmentConfig, unit: int = 1) -> np.ndarray:
-    """Resize to `unit` times the smallest size that covers (height, width), keeping the aspect; crop the ends of very
-    long images first.
+def _cover(image: np.ndarray, frame: tuple[int, int], config: AugmentConfig) -> np.ndarray:
+    """Resize to the smallest size that covers (height, width), keeping the aspect; crop the ends of very long images
+    first.
     """
     height, width = image.shape[:2]
     longest = MAX_ASPECT * min(height, width)
@@ -207,13 +204,13 @@ def _cover(image: np.ndarray, frame: tuple[int, int], config: AugmentConfig, uni
     image = image[top : height - top, left : width - left]
     height, width = image.shape[:2]
     scale = max(frame[0] / height, frame[1] / width)
-    new = max(frame[1], round(width * scale)) * unit, max(frame[0], round(height * scale)) * unit
+    new = max(frame[1], round(width * scale)), max(frame[0], round(height * scale))
     if new == (width, height):
         return image
     return resize(
         image,
         new,
-        _SHRINK[config.resize_filter] if scale * unit < 1 or config.resize_filter == "bicubic" else cv2.INTER_LINEAR,
+        _SHRINK[config.resize_filter] if scale < 1 or config.resize_filter == "bicubic" else cv2.INTER_LINEAR,
     )
 
 

@@ -56,7 +56,7 @@ class FirstLabels:
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         first, end, _ = rows.indices(len(self))
-        index, at = self.split.index, self.split.manifest_range(first, end)
+        index, at = self.split.index, self.split.manifest_rows(np.arange(first, end))
         if self.has_one_each:
             return index.labels[at]
         starts, ends = (index.label_starts[at + more] for more in (0, 1))

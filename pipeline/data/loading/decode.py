@@ -5,7 +5,6 @@ Sharding and training use the same functions, so training can read every image t
 """
 
 import contextlib
-import ctypes
 import io
 import os
 import warnings
@@ -37,20 +36,6 @@ from pipeline.data.loading.jpeg_region import Region
 # Photographs with broken EXIF are common, and Pillow warns about each.
 warnings.filterwarnings("ignore", module="PIL")
 
-
-def _silence_libtiff() -> None:
-    """Make the libtiff that Pillow has loaded print nothing: its lines name no file, and Pillow raises an error that
-    our caller names.
-    """
-    with open("/proc/self/maps") as maps:
-        path = next((line.split(maxsplit=5)[5].strip() for line in maps if "/libtiff" in line), None)
-    if path is not None:
-        library = ctypes.CDLL(path)
-        library.TIFFSetErrorHandler(None)
-        library.TIFFSetWarningHandler(None)
-
-
-_silence_libtiff()
 
 # Suffixes of files that are treated as images; the format is then determined from the first bytes.
 EXTENSIONS = {

@@ -31,9 +31,6 @@ __all__ = ["Batch", "Draw", "Loader", "eval_requests", "images_to_device", "norm
 Draw = Callable[[Batch], dict[str, Tensor]]
 # Interval at which a wait for a batch checks for a stop request.
 _STOP_CHECK_SECONDS = 0.2
-# Whole steps of about so many rows are ordered in one call: for each call there is work that does not depend on their
-# number.
-_ROWS_AT_ONCE = 4096
 
 
 class Loader:
@@ -158,13 +155,10 @@ def train_requests(
     order: Order, first_step: int, last_step: int, micro_batch: int, rank: int, world_size: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield (rows, epochs) of each micro-batch of one rank, from batch `first_step` to the one before `last_step`."""
-    share = order.global_batch // world_size
-    at_once = -(-_ROWS_AT_ONCE // share)
-    for first in range(first_step, last_step, at_once):
-        steps = range(first, min(first + at_once, last_step))
-        for rows, epochs in zip(*order.slices(steps, rank, world_size), strict=True):
-            for start in range(0, share, micro_batch):
-                yield rows[start : start + micro_batch], epochs[start : start + micro_batch]
+    for step in range(first_step, last_step):
+        rows, epochs = order.slice(step, rank, world_size)
+        for start in range(0, len(rows), micro_batch):
+            yield rows[start : start + micro_batch], epochs[start : start + micro_batch]
 
 
 def eval_requests(num_samples: int, batch: int, rank: int, world_size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -71,18 +71,10 @@ class Order(ABC):
 
     def slice(self, step: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """`rows` of one rank's part of batch `step` (from 0): int64 (global_batch / world_size,) each."""
-        rows, epochs = self.slices(range(step, step + 1), rank, world_size)
-        return rows[0], epochs[0]
-
-    def slices(self, steps: range, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """`slice` of consecutive steps, int64 (steps, global_batch / world_size) each, in little more time than of
-        one.
-        """
         assert self.global_batch % world_size == 0, (self.global_batch, world_size)
         share = self.global_batch // world_size
-        first = np.arange(steps.start, steps.stop)[:, None] * self.global_batch + rank * share
-        rows, epochs = self.rows((first + np.arange(share)).ravel())
-        return rows.reshape(-1, share), epochs.reshape(-1, share)
+        first = step * self.global_batch + rank * share
+        return self.rows(np.arange(first, first + share))
 
 
 class SampleOrder(Order):

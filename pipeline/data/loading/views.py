@@ -38,7 +38,6 @@ _CROP_AND_FLIP = (
     "eval_resize",
     "eval_crop",
 )
-SHOWN_SIDE = 180  # Pixels of a tile of `pipeline.base.gallery`.
 # Arguments: image file, one array (H, W, C) of `Pixels.batch_type` per view, epoch, row. Writes the views into the
 # arrays. Raises DecodeError.
 WriteViews = Callable[[bytes, Sequence[np.ndarray], int, int], None]
@@ -146,27 +145,15 @@ def remembering_train_view(
 
 
 def eval_view(
-    config: AugmentConfig, image_size: ImageSize | int, pixels: Pixels = RGB8, read_as: ReadAs = None, times: int = 1
+    config: AugmentConfig, image_size: ImageSize | int, pixels: Pixels = RGB8, read_as: ReadAs = None
 ) -> ViewWriter:
-    """Returns a writer of the evaluation view, the same for every epoch and row. times: with so many times its pixels a
-    side.
-    """
-    size = ImageSize.parse(image_size)
+    """Returns a writer of the evaluation view, the same for every epoch and row."""
 
     def write(data: bytes, outs: Sequence[np.ndarray], epoch: int, row: int) -> None:
         own = read_as(row) if read_as else pixels
-        augment.write_eval_view(model_values(decode(data, pixels=own), own, pixels), outs[0], config, times)
+        augment.write_eval_view(model_values(decode(data, pixels=own), own, pixels), outs[0], config)
 
-    return ViewWriter(((1, size.height * times, size.width * times),), write, pixels)
-
-
-def shown_view(
-    config: AugmentConfig, image_size: ImageSize | int, pixels: Pixels = RGB8, read_as: ReadAs = None
-) -> ViewWriter:
-    """The crop of `eval_view` for people to look at: with as many times its pixels as make the long side at least
-    SHOWN_SIDE.
-    """
-    return eval_view(config, image_size, pixels, read_as, times=-(-SHOWN_SIDE // max(ImageSize.parse(image_size))))
+    return ViewWriter(((1, *ImageSize.parse(image_size)),), write, pixels)
 
 
 def noting_left_out(writer: ViewWriter, noted: dict[int, set[str]]) -> ViewWriter:

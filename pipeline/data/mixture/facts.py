@@ -1,6 +1,5 @@
 """A checkpoint's record of a mixture, and the part of it that decides the batches and labels before a step."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +21,6 @@ def mixture_facts(split: MixedSplit) -> dict[str, Any]:
             "excluded": one.split.excluded,
         }
         | ({} if one.entry.labels else {"labels": False})
-        | ({"class_map": one.entry.class_map} if one.entry.class_map else {})
         for one in split.sets
     ]
     return {
@@ -45,8 +43,6 @@ def mixed_until(identity: Mapping[str, Any], batches: int) -> str:
         )
         but = f" without {one['excluded']}" * (one["excluded"] != NOTHING_EXCLUDED)
         but += " without its labels" * (not one.get("labels", True))
-        if class_map := one.get("class_map"):
-            but += f" with class_map {json.dumps(class_map, sort_keys=True)}"
         words.append(f"set {number}: {one['fingerprint']} split {one['split']}{but}, {shares}")
     return "; ".join(words)
 

@@ -1,6 +1,5 @@
 """Reads data.path and data.mix: the sets of a run, and the phases of their weights."""
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from pipeline.base.errors import UserError
@@ -8,7 +7,7 @@ from pipeline.data.mixture.shares import Shares
 from pipeline.settings.run import DataConfig, MixedSet
 
 # What a later entry of a set may leave out, but not change.
-_DETAILS = ("exclude", "limit", "class_map", "eval_split")
+_DETAILS = ("exclude", "limit")
 _DEFAULT = MixedSet(path="", weight=1)
 
 
@@ -35,9 +34,7 @@ def mixture_of(data: DataConfig) -> Mixture:
     main = MixedSet(path=data.path, weight=data.weight, split=data.train_split, exclude=data.exclude, limit=data.limit)
     sets, weights = {main.name: main}, {(0, main.name): main.weight}
     for number, entry in enumerate(data.mix):
-        where, without_labels = f"data.mix[{number}]", replace(entry, labels=False)
-        if entry.from_step and entry.name not in sets and without_labels.name in sets:
-            entry = without_labels  # A later weight of a set that is there without its labels alone.
+        where = f"data.mix[{number}]"
         if (entry.from_step, entry.name) in weights:
             raise UserError(
                 f"{where}: {entry.path}, split {entry.split!r}, has a weight from step {entry.from_step} already (that"

@@ -33,7 +33,7 @@ class RunData:
 
     own: the data set data.path. dataset: the same one; in a mixture it has the classes of all sets whose labels are
     read, its own first.
-    split: what is trained on. evaluated: name, as in `DataConfig.evaluated`, -> (data set, split). eval_split: see
+    split: what is trained on. evaluated: name, as in `DataConfig.evaluated`, -> split of `own`. eval_split: see
     `held_out_split`.
     epoch_samples: samples of training in an epoch: so many use the training split of data.path once, at its first
     share. targets: names of the numbers that are learned, which all splits have in this order; [] for none.
@@ -42,7 +42,7 @@ class RunData:
     own: Dataset
     dataset: Dataset
     split: Split
-    evaluated: dict[str, tuple[Dataset, Split]]
+    evaluated: dict[str, Split]
     eval_split: str
     epoch_samples: int
     targets: list[str]
@@ -50,7 +50,7 @@ class RunData:
     @property
     def evaluation(self) -> Split | None:
         """The first split that is evaluated, None without one."""
-        return next((split for _, split in self.evaluated.values()), None)
+        return next(iter(self.evaluated.values()), None)
 
     def trained_on(self, run: str) -> list[TrainedSet]:
         """What a run of this name trains on."""
@@ -64,7 +64,8 @@ class RunData:
         """Name among `evaluated` of each split that weights with this training were trained on -> the names of the runs
         (`trained_by`).
         """
-        names = {name: trained_by(trained, of.fingerprint, split.name) for name, (of, split) in self.evaluated.items()}
+        own = self.own.fingerprint
+        names = {name: trained_by(trained, own, split.name) for name, split in self.evaluated.items()}
         return {name: runs for name, runs in names.items() if runs}
 
     def notes(self) -> list[str]:
@@ -73,34 +74,30 @@ class RunData:
         return list(dict.fromkeys(lines))  # Those of a data set are notes of both.
 
 
-def open_run_data(
-    data: DataConfig,
-    seed: int,
-    global_batch: int,
-    labels: Labels,
-    storage: Storage | None = None,
-) -> RunData:
+def open_run_data(data: DataConfig, seed: int, labels: Labels, storage: Storage | None = None) -> RunData:
     """Open the data sets of a run and check them. storage: of all sets, with one cache for them.
 
-    labels: what the run does with them. If they are only scored, those of data.path and of sets that are evaluated are
-    there; if they are learned partly, those of sets that have some; if they are unread, those of data.path alone.
+    labels: what the run does with them. If they are only scored, or unread, those of data.path alone are there; if they
+    are learned partly, those of sets that have some.
     Raises UserError as `open_dataset` and `run_splits` do, for sets that do not go together, and for training images of
     which none has a label, or a number, that is learned.
     """
     own = open_dataset(data.path, storage)
     targets = _chosen_targets(own, data) if labels == "targets" else []
     split, evaluation = run_splits(own, data, seed)
-    evaluated = {} if evaluation is None else {evaluation.name: (own, evaluation)}
+    split = _with_targets(own, split, targets)
+    held_out = ([] if evaluation is None else [evaluation]) + [
+        own.split(name, data.exclude) for name in data.also_evaluated
+    ]
+    evaluated = {part.name: _with_targets(own, part, targets) for part in held_out}
     mixture = mixture_of(data)
-    first = Part(mixture.sets[0], own, split)
-    for name in data.also_evaluated:
-        _add_evaluated(evaluated, name, first, name, f"data.eval_also = {data.eval_also}")
     run = RunData(own, own, split, evaluated, held_out_split(own, data), len(split), targets)
     if len(mixture.sets) > 1:
-        run = _with_other_sets(run, first, mixture, data, seed, global_batch, labels)
-    for dataset, part in evaluated.values():
-        part.refuse_without_score(dataset.path, labels not in ("targets", "unread") and bool(run.dataset.classes))
-    run = _with_targets(run)
+        run = _with_other_sets(run, mixture, data, seed, labels)
+    for part in evaluated.values():
+        part.refuse_without_score(own.path, labels not in ("targets", "unread") and bool(run.dataset.classes))
+    if targets:
+        _refuse_without_targets(run)
     _refuse_remote(data, run.split)
     if labels in ("learned", "partly", "scored") and own.targets and not own.classes:
         raise UserError(
@@ -131,34 +128,25 @@ def _chosen_targets(own: Dataset, data: DataConfig) -> list[str]:
     return data.targets or own.targets
 
 
-def _with_targets(run: RunData) -> RunData:
-    """The data with the numbers that are learned, in one order, in all splits; a set that lacks one has missing values.
+def _with_targets(dataset: Dataset, split: Split, names: Sequence[str]) -> Split:
+    """A split of the data set with these numbers, in this order; one that it lacks is missing."""
+    places = {name: place for place, name in enumerate(dataset.targets)}
+    return split.with_targets([places.get(name, -1) for name in names])
 
-    Raises UserError for one that no training image has, and for a split to evaluate on without any.
-    """
 
-    def chosen(dataset: Dataset, split: Split) -> Split:
-        places = {name: place for place, name in enumerate(dataset.targets)}
-        return split.with_targets([places.get(name, -1) for name in run.targets])
-
-    evaluated = {name: (dataset, chosen(dataset, split)) for name, (dataset, split) in run.evaluated.items()}
-    for dataset, split in evaluated.values():
-        if run.targets and not np.isfinite(split.target_values).any():
+def _refuse_without_targets(run: RunData) -> None:
+    """Raise UserError for a number that no training image has, and for a split to evaluate on without any."""
+    for split in run.evaluated.values():
+        if not np.isfinite(split.target_values).any():
             raise UserError(
-                f"{dataset.path}: split {split.name!r} has images, but no values of {', '.join(run.targets)}, so"
+                f"{run.own.path}: split {split.name!r} has images, but no values of {', '.join(run.targets)}, so"
                 " nothing can be scored on it. Name another split."
             )
-    if isinstance(run.split, MixedSplit):
-        sets = tuple(replace(one, split=chosen(one.dataset, one.split)) for one in run.split.sets)
-        train: Split = replace(run.split, sets=sets)
-    else:
-        train = chosen(run.own, run.split)
-    if run.targets and (lacking := ~np.isfinite(train.target_values).any(0)).any():
+    if (lacking := ~np.isfinite(run.split.target_values).any(0)).any():
         raise UserError(
-            f"no training image has a value of {run.targets[int(lacking.argmax())]!r} (split {train.name!r} of"
+            f"no training image has a value of {run.targets[int(lacking.argmax())]!r} (split {run.split.name!r} of"
             f" {run.own.path}): choose others (data.targets), or another data.train_split."
         )
-    return replace(run, split=train, evaluated=evaluated)
 
 
 def _refuse_remote(data: DataConfig, split: Split) -> None:
@@ -173,40 +161,24 @@ def _refuse_remote(data: DataConfig, split: Split) -> None:
         )
 
 
-def _with_other_sets(
-    run: RunData, first: Part, mixture: Mixture, data: DataConfig, seed: int, global_batch: int, labels: Labels
-) -> RunData:
+def _with_other_sets(run: RunData, mixture: Mixture, data: DataConfig, seed: int, labels: Labels) -> RunData:
     """The data of a run with the other sets of its mixture."""
-    sets = [first]
+    sets = [Part(mixture.sets[0], run.own, run.split)]
     for entry in mixture.sets[1:]:
         try:
             other = open_dataset(entry.path, run.own.storage)
-            split = other.split(entry.split, entry.exclude, entry.limit, seed)
+            split = _with_targets(other, other.split(entry.split, entry.exclude, entry.limit, seed), run.targets)
         except UserError as error:
             raise UserError(f"data.mix, {entry.path}: {error}") from None
         is_same = (other.fingerprint, entry.split) == (run.own.fingerprint, run.split.name)
         if data.dev_share and is_same and run.evaluation is not None:
             split = _without(split, run.evaluation)
-        if not entry.labels and (labels != "partly" or entry.class_map or entry.evaluated):
-            raise UserError(
-                f"data.mix, {entry.path}: labels = false is for train.loss=pseudo_labels, and leaves no use for"
-                " class_map and eval_split."
-            )
+        if not entry.labels and labels != "partly":
+            raise UserError(f"data.mix, {entry.path}: labels = false is for train.loss=pseudo_labels.")
         sets.append(Part(entry, other, split))
-    for number, one in enumerate(sets):
-        most = max(float(phase.shares.share(number)) for phase in mixture.phases)
-        if most * global_batch > len(one.split):
-            raise UserError(
-                f"{one.entry.path}, split {one.entry.split!r}, has {counted(len(one.split), 'sample')}, and a batch"
-                f" holds {most * global_batch:,.1f} of it ({most:.2%} of train.global_batch = {global_batch}): the same"
-                " image several times. Give it a smaller weight, or use a smaller batch."
-            )
     pixels = Pixels.of_all([one.dataset.pixels for one in sets])
     range_notes = _notes_of_ranges(sets, pixels)
     dataset, sets, class_notes = _bring_together(sets, labels)
-    for one in sets:
-        for name, of_set in one.entry.evaluated.items():
-            _add_evaluated(run.evaluated, name, one, of_set, f"data.mix, {one.entry.path}, eval_split")
     epoch_samples = round(len(run.split) / mixture.first_share(0))
     epoch_note = f"an epoch is one of {run.own.path.name}: {counted(epoch_samples, 'sample')} of the mixture"
     if pixels != run.own.pixels:
@@ -296,23 +268,6 @@ def _without(split: Split, held_out: Split) -> Split:
     return split.only(np.flatnonzero(~np.isin(_units(split), _units(held_out))))
 
 
-def _add_evaluated(
-    evaluated: dict[str, tuple[Dataset, Split]], name: str, one: Part, split_name: str, where: str
-) -> None:
-    """Add a split of a set to those that are evaluated. Raises UserError, which begins with `where`, for a missing or
-    second one.
-    """
-    if name in evaluated:
-        raise UserError(
-            f"{where}: there are metrics {name}_... of another split already. Rename a folder, or leave one out."
-        )
-    try:
-        split = one.dataset.split(split_name, one.entry.exclude)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-    evaluated[name] = one.dataset, split if one.label_map is None else split.relabelled(one.label_map)
-
-
 def _notes_of_ranges(sets: Sequence[Part], pixels: Pixels) -> list[str]:
     """Lines about sets that are not read as they would be alone. pixels: `Pixels.of_all` sets."""
     own, path = sets[0].dataset.pixels, sets[0].dataset.path
@@ -325,12 +280,7 @@ def _notes_of_ranges(sets: Sequence[Part], pixels: Pixels) -> list[str]:
 
 def _reads_labels(one: Part, labels: Labels) -> bool:
     """Whether the labels of a set of data.mix are read; of the others, only the images are."""
-    entry = one.entry
-    return (
-        labels == "learned"
-        or (labels == "scored" and bool(entry.evaluated))
-        or (labels == "partly" and entry.labels and bool(one.dataset.classes or entry.evaluated))
-    )
+    return labels == "learned" or (labels == "partly" and one.entry.labels and bool(one.dataset.classes))
 
 
 def _bring_together(sets: Sequence[Part], labels: Labels) -> tuple[Dataset, list[Part], list[str]]:
@@ -338,8 +288,8 @@ def _bring_together(sets: Sequence[Part], labels: Labels) -> tuple[Dataset, list
     each set with own classes).
 
     The classes are those of the first set in its order, then the new ones of each other set in its order; the same name
-    is the same class. Without any labels there are no classes. Raises UserError for sets with and without labels, with
-    one and several labels a sample, and for an unknown class in a class_map.
+    is the same class. Without any labels there are no classes. Raises UserError for sets with and without labels, and
+    with one and several labels a sample.
     """
     own = sets[0].dataset
     joined = [sets[0], *(one for one in sets[1:] if _reads_labels(one, labels))]
@@ -348,7 +298,7 @@ def _bring_together(sets: Sequence[Part], labels: Labels) -> tuple[Dataset, list
     if len(labelled) > 1:
         raise UserError(
             f"data.mix: {labelled[False]} has no labels, and {labelled[True]} has: a run needs them of every set from"
-            " which it learns classes, or on which these are scored. Leave it out, or use an objective that learns"
+            " which it learns classes. Leave it out, or use an objective that learns"
             " without labels, such as train.loss=dino."
         )
     if len(several) > 1 and own.classes:
@@ -359,24 +309,19 @@ def _bring_together(sets: Sequence[Part], labels: Labels) -> tuple[Dataset, list
         )
     shown: dict[str, str] = {}  # Class -> readable name.
     for one in joined:
-        class_map, classes = one.entry.class_map, one.dataset.classes
-        if unknown := [name for name in class_map if name not in classes]:
-            raise UserError(
-                f"data.mix: class_map of {one.entry.path} has {quoted(unknown[0])}, not one of its classes."
-            )
-        for name, before, readable in zip(one.classes, classes, one.dataset.class_names, strict=True):
-            shown.setdefault(name, name if before in class_map else readable)
+        for name, readable in zip(one.dataset.classes, one.dataset.class_names, strict=True):
+            shown.setdefault(name, readable)
     places = {name: place for place, name in enumerate(shown)}
-    having = Counter(name for one in joined for name in {*one.classes})
+    having = Counter(name for one in joined for name in one.dataset.classes)
     together, notes = [], []
     for one in sets:
         if one not in joined:
             together.append(replace(one, split=one.split.without_labels()))
             continue
-        numbers = np.array([places[name] for name in one.classes], np.int32)
+        numbers = np.array([places[name] for name in one.dataset.classes], np.int32)
         is_same = np.array_equal(numbers, np.arange(len(numbers)))
         together.append(one if is_same else replace(one, label_map=numbers))
-        alone = [name for name in one.classes if having[name] == 1]
+        alone = [name for name in one.dataset.classes if having[name] == 1]
         if alone and len(joined) > 1:
             notes.append(
                 f"of {counted(len(shown), 'class')} of the mixture, only {one.entry.path} has {len(alone):,}, such as"

@@ -39,11 +39,6 @@ class Part:
         of_split = f":{self.split.name}" * (self.split.name != "train")
         return self.dataset.path.name + of_split + " without labels" * (not self.entry.labels)
 
-    @property
-    def classes(self) -> list[str]:
-        """Names of its classes in the mixture."""
-        return [self.entry.class_map.get(name, name) for name in self.dataset.classes]
-
 
 @dataclass(frozen=True)
 class MixedSplit(Split):
@@ -124,11 +119,6 @@ class MixedSplit(Split):
     @property
     def set_names(self) -> list[str]:
         return [one.name for one in self.sets]
-
-    @property
-    def class_maps(self) -> dict[str, dict[str, str]]:
-        """Fingerprint of a data set -> the names that its classes have in the mixture, if they have others."""
-        return {one.dataset.fingerprint: one.entry.class_map for one in self.sets if one.entry.class_map}
 
     @property
     def shares(self) -> list[str]:

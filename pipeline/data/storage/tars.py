@@ -1,7 +1,6 @@
 """Whether the tars of opened splits are there, with their sizes: checked by one process, or by all ranks together."""
 
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +10,14 @@ import numpy as np
 
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, to_path
+from pipeline.data.storage.bucket import AnyPath, file_size, to_path
 from pipeline.data.storage.parquet import REMEDY
 from pipeline.data.storage.retry import Retry
 
 if TYPE_CHECKING:
     from pipeline.process.distributed import Ranks
 
-_THREADS, _LISTED_AT_ONCE = 16, 1000
+_THREADS = 16
 _NAMED = 3
 
 
@@ -40,31 +39,19 @@ class TarsToCheck:
 
     def problems(self, part: int = 0, parts: int = 1) -> list[str]:
         """What is wrong with one of so many equal parts of the tars, a sentence for each."""
-        used = self.used[part::parts]
-        listed: dict[str, int] = {}
-        # A listing has the sizes of many objects, but its requests follow one another.
-        if len(used) * _LISTED_AT_ONCE > len(self.used) * _THREADS:
-            listed = _listed_sizes((self.paths[number] for number in used.tolist()), self.retry)
         with ThreadPoolExecutor(_THREADS) as pool:  # A file server takes a millisecond, a bucket 30, for each.
-            found = pool.map(lambda numbers: self._problems_of(numbers, listed), np.array_split(used, _THREADS))
-            return [problem for problems in found for problem in problems]
+            found = pool.map(self._problem_of, self.used[part::parts].tolist())
+            return [problem for problem in found if problem]
 
-    def _problems_of(self, numbers: np.ndarray, listed: dict[str, int]) -> list[str]:
-        problems = []
-        for number in numbers.tolist():
-            path, expected = self.paths[number], self.sizes[number]
-            is_object = "://" in path
-            try:
-                if is_object:
-                    size = listed[path] if listed else file_size(to_path(path, self.retry))
-                else:
-                    size = os.stat(path).st_size
-            except (FileNotFoundError, KeyError):
-                problems.append(f"{path} is missing")
-                continue
-            if size != expected and (self.is_complete[number] or is_object):
-                problems.append(f"{path} has {counted(size, 'byte')}, but {expected:,} in the manifest")
-        return problems
+    def _problem_of(self, number: int) -> str:
+        path, expected = self.paths[number], self.sizes[number]
+        try:
+            size = file_size(to_path(path, self.retry))
+        except FileNotFoundError:
+            return f"{path} is missing"
+        if size != expected and (self.is_complete[number] or "://" in path):
+            return f"{path} has {counted(size, 'byte')}, but {expected:,} in the manifest"
+        return ""
 
 
 def refuse_problems(problems: Sequence[str], count: int) -> None:
@@ -93,12 +80,3 @@ def _identity_of(path: AnyPath) -> tuple[int, int] | str:
         return str(path)
     stat = path.stat()
     return stat.st_ino, stat.st_ctime_ns
-
-
-def _listed_sizes(paths: Iterable[str], retry: Retry) -> dict[str, int]:
-    """Bytes of all objects in the folders of these, by their URLs."""
-    sizes: dict[str, int] = {}
-    for folder in {to_path(path, retry).parent for path in paths if "://" in path}:
-        assert isinstance(folder, BucketPath)
-        sizes |= {str(folder / name): size for name, size in folder.sizes().items()}
-    return sizes

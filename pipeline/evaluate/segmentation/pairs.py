@@ -23,7 +23,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.dataset.groups import group_finder, refuse_one_group
+from pipeline.data.dataset.groups import group_finder
 from pipeline.data.dataset.split import Split
 from pipeline.data.loading.augment import MAX_ASPECT
 from pipeline.data.loading.decode import DecodeError, decode, is_image, with_pillow
@@ -228,7 +228,6 @@ def _paired(config: SegmentConfig, model: Pixels, split: str, *settings: str) ->
     groups: list[str] = []
     if config.group_pattern:
         groups = group_finder(config.group_pattern)(found)
-        refuse_one_group(config.group_pattern, groups, len(groups))
     elif (of_all := opened.split.group_names) is not None:
         groups = of_all[rows].tolist()
     return MaskedPairs(

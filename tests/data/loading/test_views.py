@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,12 +17,9 @@ from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.views import (
     Views,
     ViewWriter,
-    eval_view,
-    shown_view,
     train_views,
     view_seed,
 )
-from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 
 COUNT, SEED = 24, 3
@@ -156,25 +152,3 @@ def test_a_region_gives_the_views_of_the_whole_image(
                 alone = np.empty((24, 24, 3), np.uint8)
                 augment.write_train_view(decode(data), alone, groups[0].augment, view_seed(SEED, 1), 1, row)
                 assert np.array_equal(found[1], alone)
-
-
-@pytest.mark.parametrize("crop", ["center", "resize_center", "resize"])
-@pytest.mark.parametrize("resize", [0, 28])
-@pytest.mark.parametrize("sides", [(400, 300), (353, 84)])
-def test_what_is_shown_is_the_crop_that_is_evaluated(
-    crop: Any, resize: int, sides: tuple[int, int], encode: Encode
-) -> None:
-    """Reduced to the model's size it has the same pixels, also where the border of the crop has an odd number of
-    them.
-    """
-    rows, columns = np.mgrid[: sides[0], : sides[1]]
-    image = encode(np.dstack([rows * 0.6, columns * 0.8, (rows + columns) * 0.3]).astype(np.uint8), "PNG")
-    config = AugmentConfig(eval_crop=crop, eval_resize=resize if crop != "resize" else 0)
-    writers = eval_view(config, ImageSize(20, 24)), shown_view(config, ImageSize(20, 24))
-    assert [view.shapes for view in writers] == [((1, 20, 24),), ((1, 160, 192),)]
-    outs = [np.empty((*view.shapes[0][1:], 3), np.uint8) for view in writers]
-    for view, out in zip(writers, outs, strict=True):
-        view.write(image, [out], 0, 0)
-    reduced = outs[1].reshape(20, 8, 24, 8, 3).mean((1, 3))
-    assert np.abs(reduced - outs[0]).max() < 1.5
-    assert shown_view(config, 224).shapes == ((1, 224, 224),)

@@ -3,13 +3,12 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tiny import make_dataset, train_view
+from tiny import make_dataset, rename_classes, train_view
 
 from pipeline import objectives
 from pipeline.architecture.objectives import Labels
@@ -22,7 +21,6 @@ from pipeline.data.loading.loader import Loader, normalise
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.views import Views, read_by, train_views
-from pipeline.data.mixture.facts import mixed_until, mixture_facts
 from pipeline.data.mixture.order import train_order
 from pipeline.data.mixture.phases import mixture_of
 from pipeline.data.mixture.run_data import RunData, open_run_data
@@ -39,6 +37,8 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_dataset(folder / "b", {"train": 50, "extra": 20}, seed=1)
     make_dataset(folder / "bare", {"train": 30}, seed=2, labelled=False)
     shutil.copytree(folder / "a", folder / "copy")
+    shutil.copytree(folder / "b", folder / "renamed")
+    rename_classes(folder / "renamed", ["other", "class0", "class2", "class3"])
     return folder
 
 
@@ -59,7 +59,7 @@ def config(sets: Path, mix: str, *more: str) -> RunConfig:
 
 def opened(sets: Path, mix: str, *more: str, labels: Labels = "learned") -> RunData:
     of_run = config(sets, mix, *more)
-    return open_run_data(of_run.data, 0, of_run.train.global_batch, labels)
+    return open_run_data(of_run.data, 0, labels)
 
 
 def test_rows_labels_and_images_are_those_of_each_set(sets: Path) -> None:
@@ -85,23 +85,21 @@ def test_rows_labels_and_images_are_those_of_each_set(sets: Path) -> None:
         assert batch.valid[i]
 
 
-def test_classes_are_joined_by_name_or_map(sets: Path, tmp_path: Path) -> None:
+def test_classes_are_joined_by_name(sets: Path) -> None:
     a = open_dataset(sets / "a")
-    data = opened(sets, f"{{path: b, weight: 1, class_map: {{{a.classes[1]}: {a.classes[0]}, {a.classes[2]}: new}}}}")
-    assert data.dataset.classes == [*a.classes, "new"]
-    fingerprint = open_dataset(sets / "b").fingerprint
-    assert data.split.class_maps == {fingerprint: {a.classes[1]: a.classes[0], a.classes[2]: "new"}}
+    data = opened(sets, "{path: renamed, weight: 1}")
+    assert data.dataset.classes == [*a.classes, "other"]
     part = data.split.parts[1]
     row = next(row for row in range(len(part)) if part.labels_of(row)[0] == 1)
     assert data.split.labels_of(90 + row).tolist() == [0]
-    row = next(row for row in range(len(part)) if part.labels_of(row)[0] == 2)
+    row = next(row for row in range(len(part)) if part.labels_of(row)[0] == 0)
     assert data.split.labels_of(90 + row).tolist() == [len(a.classes)]
     assert data.own.classes == a.classes
 
 
 def test_a_balance_is_within_each_set(sets: Path) -> None:
     of_run = config(sets, "{path: b, weight: 1}", "data.balance=0")
-    split = open_run_data(of_run.data, 0, 20, "learned").split
+    split = open_run_data(of_run.data, 0, "learned").split
     order = train_order(split, of_run.data, 0, 20)
     assert order.is_balanced
     rows, _ = order.rows(np.arange(200))
@@ -111,45 +109,32 @@ def test_a_balance_is_within_each_set(sets: Path) -> None:
         assert np.ptp(np.bincount(of_epoch)) <= 2  # Each within one of its share.
 
 
-def test_where_labels_are_only_scored_those_of_evaluated_sets_are_joined(sets: Path) -> None:
+def test_where_labels_are_only_scored_those_of_other_sets_are_not_read(sets: Path) -> None:
     """Any images may be learned from: classes of their own kept a set of others from being used."""
-    of_images = opened(sets, "{path: b, weight: 1, class_map: {class0: other}}", labels="scored")
+    of_images = opened(sets, "{path: renamed, weight: 1}", labels="scored")
     assert of_images.dataset.classes == open_dataset(sets / "a").classes
     assert of_images.split.labels_of(100).tolist() == []
     assert not [note for note in of_images.split.notes() if "classes" in note]
-    of_b = "{path: b, weight: 1, eval_split: extra, class_map: {class0: other}}"
-    data, labelled = opened(sets, "{path: bare, weight: 1}, " + of_b, labels="scored"), opened(sets, of_b)
-    assert data.dataset.classes == labelled.dataset.classes == ["class0", "class1", "class2", "class3", "other"]
-    labels = [[one.evaluated["b_extra"][1].labels_of(row).tolist() for row in range(20)] for one in (data, labelled)]
-    assert [4] in labels[0]
-    assert labels[0] == labels[1]
-    with pytest.raises(UserError, match=r"bare has no labels, and .*/a has: a run needs them of every set from which"):
-        opened(sets, "{path: bare, weight: 1, eval_split: train}", labels="scored")
 
 
 def test_further_splits_are_evaluated_under_their_names(sets: Path) -> None:
     more = "data.eval_also=extra, train"
     alone = opened(sets, "", f"data.path={sets / 'b'}", "data.eval_split=extra", "data.eval_also=train")
-    assert {name: split.name for name, (_, split) in alone.evaluated.items()} == {"extra": "extra", "train": "train"}
-    mixed = config(sets, "{path: a, weight: 1, eval_split: val}", f"data.path={sets / 'b'}", "data.dev_share=0.1", more)
-    data = open_run_data(mixed.data, 0, 20, "learned")
-    evaluated = {name: (dataset.path.name, len(split)) for name, (dataset, split) in data.evaluated.items()}
-    assert evaluated == {"dev": ("b", 5), "extra": ("b", 20), "train": ("b", 50), "a_val": ("a", 10)}
+    assert {name: split.name for name, split in alone.evaluated.items()} == {"extra": "extra", "train": "train"}
+    mixed = config(sets, "{path: a, weight: 1}", f"data.path={sets / 'b'}", "data.dev_share=0.1", more)
+    data = open_run_data(mixed.data, 0, "learned")
+    evaluated = {name: len(split) for name, split in data.evaluated.items()}
+    assert evaluated == {"dev": 5, "extra": 20, "train": 50}
     assert list(evaluated) == mixed.data.evaluated
     assert {f"{name}_top1" for name in evaluated} < objectives.metrics(mixed)["scores"].keys()
-    other = opened(sets, "{path: b, weight: 1, eval_split: extra}", "data.eval_split=")
-    assert other.evaluation is other.evaluated["b_extra"][1]
-    for settings, reason in (
-        (["data.eval_also=test"], "data.eval_also = test: .*/a has no split 'test'. It has: train, val"),
-        (["data.eval_also=val"], "data.eval_also = val: there are metrics val_... of another split already."),
-    ):
-        with pytest.raises(UserError, match=reason):
-            opened(sets, "", *settings)
+    assert opened(sets, "", "data.eval_also=val").evaluated.keys() == {"val"}
+    with pytest.raises(UserError, match=r"/a has no split 'test'\. It has: train, val"):
+        opened(sets, "", "data.eval_also=test")
 
 
 def test_a_split_that_is_evaluated_and_trained_on_is_known(sets: Path) -> None:
     """In a mixture, it was another set of data.mix whose scores passed for those of held-out images."""
-    held_out = opened(sets, "{path: b, weight: 1, eval_split: extra}", "data.dev_share=0.1")
+    held_out = opened(sets, "{path: b, weight: 1}", "data.dev_share=0.1")
     assert held_out.not_held_out(held_out.trained_on("r")) == {}
     mixed = opened(
         sets, "{path: a, split: val, weight: 1}", f"data.path={sets / 'copy'}", "data.eval_also=train", "data.limit=50%"
@@ -183,9 +168,6 @@ def test_each_set_has_its_own_budget_of_unreadable_images(sets: Path) -> None:
         ),
         ("{path: b, weight: 1}, {path: b, weight: 2}", r"data.mix\[1\]: .*/b, split 'train'"),
         ("{path: bare, weight: 1}", "bare has no labels, and .*/a has"),
-        ("{path: b, weight: 1, eval_split: test}", "data.mix, .*/b, eval_split: .* has no split 'test'"),
-        ("{path: b, weight: 1, limit: 5}", "b, split 'train', has 5 samples, and a batch holds 10.0 of it"),
-        ("{path: b, weight: 1, class_map: {x: y}}", "class_map of .*/b has 'x'"),
         (
             "{path: b, weight: 1}, {path: b, weight: 2, limit: 9, from_step: 4}",
             r"data.mix\[1\].limit",
@@ -288,15 +270,15 @@ def test_a_split_that_nothing_can_be_scored_on_is_refused(tmp_path: Path, num_im
     )
     settings = schema.load(DataConfig, None, [f"path={train}"])
     if num_images:  # They can be for an objective that learns without labels.
-        assert open_run_data(settings, 0, 20, "unread").evaluation is not None
+        assert open_run_data(settings, 0, "unread").evaluation is not None
     with pytest.raises(
         UserError, match=f"a: split 'val' has {has}, so nothing can be scored on it. Name another split.$"
     ):
-        open_run_data(settings, 0, 20, "learned")
+        open_run_data(settings, 0, "learned")
     trained = replace(settings, train_split="val", eval_split="train")
     if num_images:
         with pytest.raises(UserError, match=r"no training image has a label \(split 'val' of .*a\)"):
-            open_run_data(trained, 0, 20, "partly")
+            open_run_data(trained, 0, "partly")
 
 
 def test_phases_are_the_weights_from_each_step_on(sets: Path) -> None:
@@ -308,29 +290,13 @@ def test_phases_are_the_weights_from_each_step_on(sets: Path) -> None:
     assert [(start, *of.counts.tolist()) for start, of in mixture.phases] == [(0, 1, 1, 0), (9, 1, 0, 3)]
 
 
-def test_another_class_map_is_another_mixture_once_the_set_was_used(sets: Path) -> None:
-    """A run went on with as many classes, of which an output had meant another one before."""
-
-    def identity(class_map: str, then: str = "", more: str = "") -> dict[str, Any]:
-        of_run = config(sets, f"{{path: b, weight: 1, class_map: {class_map}{then}}}{more}")
-        data = open_run_data(of_run.data, 0, of_run.train.global_batch, "partly")
-        assert isinstance(data.split, MixedSplit)
-        return {"mixture": mixture_facts(data.split), "data.mix": schema.to_dict(of_run)["data"]["mix"]}
-
-    first, second = (identity(f"{{class{n}: other}}") for n in range(2))
-    assert mixed_until(first, 9) != mixed_until(second, 9)
-    assert 'with class_map {"class0": "other"}' in mixed_until(first, 9)
-    later = [identity(f"{{class{n}: other}}", ", from_step: 9") for n in range(2)]
-    assert mixed_until(later[0], 9) == mixed_until(later[1], 9)
-
-
 def test_targets_are_chosen_by_name_in_every_set(tmp_path: Path) -> None:
     """One that a set lacks is missing there."""
     own = make_dataset(tmp_path / "own", {"train": 60, "val": 9}, labelled=False, targets=["red", "blue"])
     other = make_dataset(tmp_path / "other", {"train": 60}, seed=1, labelled=False, targets=["blue", "age"])
 
     def opened(targets: list[str], *mix: MixedSet, labels: Labels = "targets", path: Path = own) -> RunData:
-        return open_run_data(DataConfig(path=str(path), targets=targets, mix=list(mix)), 0, 24, labels)
+        return open_run_data(DataConfig(path=str(path), targets=targets, mix=list(mix)), 0, labels)
 
     assert opened([]).targets == ["red", "blue"]
     both = opened(["blue", "red"], MixedSet(path=str(other), weight=1))
