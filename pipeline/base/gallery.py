@@ -109,15 +109,13 @@ def folded(rows: Sequence[Sequence[Tile]]) -> list[Sequence[Tile]]:
     return [part for parts in zip(*(lines_of(row, MAX_IMAGES) for row in rows), strict=True) for part in parts]
 
 
-def sheet(
-    tiles: Sequence[Tile], title: str, note: str, size: tuple[int, int], above: Sequence[Sequence[Tile]] = ()
-) -> Figure:
-    """Images in rows, below the rows `above`. Says where the model reads less than people see, as some mistakes are due
-    to that. size: (height, width) that the model reads.
+def sheet(tiles: Sequence[Tile], title: str, note: str, size: tuple[int, int]) -> Figure:
+    """Images in rows. Says where the model reads less than people see, as some mistakes are due to that. size: (height,
+    width) that the model reads.
     """
     reads = "" if tiles[0].pixels.shape[:2] == size else f" The model reads these crops at {size[0]} x {size[1]} px."
     rows = [tiles[first : first + MAX_IMAGES] for first in range(0, len(tiles), MAX_IMAGES)]
-    return gallery([*above, *rows], title, note + reads)
+    return gallery(rows, title, note + reads)
 
 
 def lines_of(tiles: Sequence[Tile], most: int) -> list[Sequence[Tile]]:

@@ -51,7 +51,7 @@ def run(config: PredictConfig) -> pa.Table:
     if not loaded.model.config.num_classes:
         raise UserError(
             f"{config.weights} has no head, so it cannot predict classes. launch/finetune.py trains one on labelled"
-            " images; launch/features.py writes the features, and finds similar images."
+            " images; launch/features.py writes the features."
         )
     if loaded.target_names:
         return _predict_numbers(config, loaded, out)

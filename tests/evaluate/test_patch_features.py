@@ -157,7 +157,6 @@ def test_what_cannot_be_is_refused_before_anything_is_computed(photos: Path, tmp
     weights, out = save(tmp_path / "w.pt"), tmp_path / "out"
     monkeypatch.setattr(LoadedModel, "patch_features", None)
     for more, word in (
-        ([f"like={photos / '0.png'}"], "like"),
         (["tokens=image"], r"\.parquet"),
         ([f"out={tmp_path / 't.parquet'}"], "folder"),
     ):

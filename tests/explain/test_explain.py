@@ -18,11 +18,10 @@ from pipeline.base import gallery as base_gallery
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
-from pipeline.evaluate import features
 from pipeline.explain import explain, galleries
 from pipeline.explain.attention import POOLING, Attention
 from pipeline.settings import schema
-from pipeline.settings.commands.weights import ExplainConfig, FeaturesConfig
+from pipeline.settings.commands.weights import ExplainConfig
 
 SIDE = 16
 CLASSES = ["ant", "$bee_x", "a class of a very long name"]
@@ -172,22 +171,14 @@ def test_weights_that_change_meanwhile_are_those_that_are_drawn(tmp_path: Path, 
 
 
 def test_figures_name_the_channels_that_they_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (explain, features):
-        monkeypatch.setattr(module, "png", lambda figure, dpi, caption: caption.encode())
+    monkeypatch.setattr(explain, "png", lambda figure, dpi, caption: caption.encode())
     for number in range(3):
         np.save(tmp_path / f"{number}.npy", np.full((20, 24, 4), 1000 * number, np.uint16))
     weights = save(tmp_path / "bands.pt", pixels=Pixels.full_range(("blue", "green", "red", "nir"), "uint16"))
     found = run(weights, tmp_path / "out", images_given(tmp_path), "draw=[attention,predictions,positions]")
     assert found["shown_channels"] == ["red", "green", "blue"]
-    asked = [
-        f"weights={weights}",
-        images_given(tmp_path),
-        f"out={tmp_path / 'out/a.parquet'}",
-        f"like={tmp_path / '1.npy'}",
-    ]
-    features.run(schema.load(FeaturesConfig, None, [*asked, "device=cpu"]))
     named = {path.stem: "red, green" in path.read_text() for path in (tmp_path / "out").glob("*.png")}
-    assert named == {"attention": True, "predictions": True, "positions": False, "a.similar": True}
+    assert named == {"attention": True, "predictions": True, "positions": False}
 
 
 @pytest.mark.usefixtures("not_drawn")

@@ -223,9 +223,6 @@ class FeaturesConfig(LookConfig):
     """image: a vector for each image, what the head reads. patches: one for each patch, after the last norm."""
     out: PathText = setting(output="new")
     """File for the table, .parquet; for tokens=patches a new folder: a .npy for each image, and index.parquet"""
-    like: PathText = setting("", needs="tokens=image")
-    """An image file: the 16 most similar images are drawn on a sheet beside the table, .similar.png. Empty draws none.
-    """
 
     def check(self) -> None:
         """Check that out suits what is written. Raises UserError."""
