@@ -23,7 +23,7 @@ from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.loading.augment import default_eval_resize
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import to_path
-from pipeline.evaluate import architecture, largest_errors, mistakes, multilabel, render
+from pipeline.evaluate import architecture, mistakes, multilabel, render
 from pipeline.evaluate.classify import (
     Features,
     Predictions,
@@ -184,17 +184,14 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     written = ("per_class.csv", multilabel.CSV, "confusion.png", "per_target.csv", "scatter.png")
     files: dict[str, bytes | str | None] = {
         **dict.fromkeys(written),
-        **mistakes.Mistakes.no_files(),
-        **largest_errors.LargeErrors.no_files(),
+        **mistakes.NO_FILES,
     }
     of_mistakes: list[Block] = []
     if isinstance(predictions, TargetPredictions):
         values = np.where(predictions.readable[:, None], predictions.values, np.nan)
-        shown = partial(loaded.shown, config, split)
-        errors, images = largest_errors.find(values, predictions.targets, names, split, shown, config.data)
-        files |= {"per_target.csv": table_csv(scores["per_target"]), **errors.files(images)}
+        files["per_target.csv"] = table_csv(scores["per_target"])
         scatter = render.draw_scatter(values, predictions.targets, names)
-        of_mistakes = [PngImage("scatter.png", render.SCATTER, scatter), *largest_errors.blocks(errors, images, folder)]
+        of_mistakes = [PngImage("scatter.png", render.SCATTER, scatter)]
     if judged is not None:
         classes = per_class(*judged[:2], scored.num_classes)
         scores |= classes.macro()
