@@ -17,8 +17,6 @@ from pipeline.evaluate.classify import confusion
 from pipeline.evaluate.intervals import of_samples
 from pipeline.evaluate.regression import ENDS
 
-# Scores with the ends of their intervals -> how they are called, and shown.
-_WITH_ENDS = {"kappa": ("quadratic kappa", ".4f"), "map": ("mAP, mean average precision over labels", ".2%")}
 _ACCURACIES = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
 _MEANS = {
     "macro_precision": "precision, mean over classes",
@@ -50,9 +48,8 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, value) of each score in `scores`, as lines for the terminal."""
     rows: list[tuple[str, str]] = []
     over = "groups" if "num_groups" in scores else "images"
-    for name, (text, form) in _WITH_ENDS.items():
-        if name in scores:
-            rows += _with_interval(text, form, [scores[name + end] for end in ENDS], over)
+    if "map" in scores:
+        rows += _with_interval("mAP, mean average precision over labels", [scores["map" + end] for end in ENDS], over)
     of_targets = scores.get("per_target", [])
     if len(of_targets) > 1:
         rows += [
@@ -98,12 +95,12 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _with_interval(text: str, form: str, found: Sequence[float], over: str) -> Iterator[tuple[str, str]]:
-    """The rows of a score and its interval, if there is one. form: of the numbers. found: score, low, high."""
+def _with_interval(text: str, found: Sequence[float], over: str) -> Iterator[tuple[str, str]]:
+    """The rows of a score and its interval, if there is one. found: score, low, high."""
     value, low, high = found
-    yield text, format(value, form)
+    yield text, f"{value:.2%}"
     if not math.isnan(low):
-        yield f"  its 95 % interval over {over}", f"{low:{form}} to {high:{form}}"
+        yield f"  its 95 % interval over {over}", f"{low:.2%} to {high:.2%}"
 
 
 def _in_brackets(name: str, scores: Mapping[str, Any]) -> str:
@@ -120,7 +117,7 @@ def _accuracy(text: str, value: float, scores: dict[str, Any], effective: float 
     """
     found = of_samples(value, effective or scores["num_samples"])
     low = math.nan if math.isnan(value) else found.low
-    return _with_interval(text, ".2%", (value, low, found.high), "groups" if effective else "images")
+    return _with_interval(text, (value, low, found.high), "groups" if effective else "images")
 
 
 def page(scores: dict[str, Any], of_mistakes: Sequence[Block]) -> tuple[str, list[Block]]:
@@ -170,13 +167,12 @@ def _labels(scores: dict[str, Any]) -> list[Block]:
 def _how(scores: dict[str, Any]) -> str:
     origin = f"Run {scores['run']}, step {scores['step']:,}. " if scores["run"] and scores["step"] is not None else ""
     excluded = "" if scores["excluded"] == NOTHING_EXCLUDED else f"Excluded from the split: {scores['excluded']}. "
-    grades = f"Grades, in this order: {', '.join(scores['grades'])}. " if "grades" in scores else ""
     probed = ""
     if "probe_split" in scores:
         probed = f"Features (the head's input) are fitted to split {scores['probe_split']}. "
     learned = f"numbers: {', '.join(scores['targets'])}" if "targets" in scores else ""
     return (
-        f"{origin}{grades}Data {scores['fingerprint']}, {learned or counted(scores['num_classes'], 'class')}."
+        f"{origin}Data {scores['fingerprint']}, {learned or counted(scores['num_classes'], 'class')}."
         f" {excluded}{probed}Images at {scores['image_size']} pixels: eval_crop = {scores['eval_crop']}, eval_resize ="
         f" {scores['eval_resize']}, resize_filter = {scores['resize_filter']}. Computed in {scores['precision']} on"
         f" {scores['device']}."

@@ -75,7 +75,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     scores.json.
 
     Its keys include, if scored: top1, top5 (of more than five classes), loss, num_samples, num_unreadable,
-    num_unlabelled, images_per_second, macro_precision, macro_recall, macro_f1, per_class; kappa; of several labels map,
+    num_unlabelled, images_per_second, macro_precision, macro_recall, macro_f1, per_class; of several labels map,
     label_f1, per_label; of numbers r2, spearman, per_target; fewshot (one row per number of shots and strength), knn.
     Accuracies are in [0, 1]. Raises UserError before anything is written, such as for weights of other classes than the
     data.
@@ -89,8 +89,6 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     origin = find_origin(file, config.weights) if config.mlflow else None
     loaded = load_model(replace(config, weights=str(file)), config.loss)
     names = loaded.target_names if config.classify else []
-    if names and config.ordinal:
-        raise UserError(f"ordinal is for classes, and {config.weights} predicts numbers: {', '.join(names)}.")
     if names and not dataset.classes:  # What is probed by default reads labels.
         config = replace(config, shots=[], neighbours=0)
     reads_labels, classifies = config.reads_labels or config.folds > 0, config.classify and not names
@@ -107,8 +105,6 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         scored_split = with_targets_of(config.weights, names, dataset, split)
     if classifies:
         scored, scored_split = _in_classes_of_weights(config, loaded, dataset, split)
-        if config.ordinal:
-            split.refuse_several_labels("ordinal=true")
     is_multilabel = classifies and multilabel.is_multilabel(scored_split, loaded.loss_kind)
     is_multilabel = is_multilabel and multilabel.fits_memory(scored_split, scored.num_classes)
     data = to_path(config.data)
@@ -161,9 +157,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         of_targets = score_targets(predictions, names, split.groups)
         scores |= {"targets": names, **of_targets.to_dict(), "per_target": of_targets.records()}
     elif predictions is not None:
-        scores |= score(predictions, scored_split, scored.num_classes, loaded.loss_kind, config.ordinal).to_dict()
-        if config.ordinal:
-            scores["grades"] = scored.class_names
+        scores |= score(predictions, scored_split, scored.num_classes, loaded.loss_kind).to_dict()
         if is_multilabel:
             scores |= multilabel.score(predictions, scored_split, scored.class_names)
         judged = *outcomes(predictions, scored_split), predictions.probabilities[:, 0], predictions.of_label

@@ -209,25 +209,6 @@ def test_several_labels_have_average_precisions(make_dataset, tmp_path: Path) ->
     for name, column in zip(("precision", "recall", "f1", "images"), found, strict=True):
         assert [float(row[name]) for row in rows] == pytest.approx(column), name
     assert "<h2>Labels</h2>" in (out / "report.html").read_text()
-    with pytest.raises(UserError, match="ordinal"):
-        score_report.run(config(weights, data, f"out={out}", "shots=0", "ordinal=true"))
-
-
-def test_grades_have_a_quadratic_kappa(weights: Path, data: Dataset, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    scores = score_report.run(config(weights, data, f"out={out}", "shots=0", "ordinal=true"))
-    with torch.no_grad():
-        predicted = models.load(weights).eval()(pixels_of(data, "val")).argmax(1).numpy()
-    readable = np.setdiff1d(np.arange(70), BAD["val"])
-    expected = metrics.cohen_kappa_score(
-        data.split("val").label_values[readable], predicted[readable], weights="quadratic"
-    )
-    assert scores["kappa"] == pytest.approx(expected)
-    assert scores["kappa_low"] < scores["kappa"] < scores["kappa_high"]
-    assert scores["grades"] == CLASSES
-    page = (out / "report.md").read_text()
-    assert f"{scores['kappa']:.4f}" in page
-    assert f"{scores['kappa_low']:.4f} to {scores['kappa_high']:.4f}" in page
 
 
 def test_a_split_without_images_or_labels_has_no_scores(

@@ -96,8 +96,6 @@ class ScoreConfig(LossConfig, ViewConfig, ProbeConfig, MlflowConfig):
     """Score the weights' own head; false scores only features (for other classes)."""
     match_classes: bool = True
     """Match classes by name, and refuse data with one that the weights do not have; false: by number."""
-    ordinal: bool = setting(False, needs="classify")
-    """The classes are grades in the order of the data set (0 to 4, say): also score quadratic weighted kappa."""
     folds: NonNegativeInt = 0
     """To find wrong labels, in place of all other scores: predict each image of split by a linear layer on the features
     that is fitted to the images of the other folds (5, say); 0: off.
