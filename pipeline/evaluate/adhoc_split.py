@@ -96,17 +96,10 @@ def open_adhoc_split(
     return AdhocSplit(_as_split(found, labels, pixels), list(names))
 
 
-def open_places(config: GivenConfig, names: Sequence[str], pixels: Pixels, **splits: str) -> list[AdhocSplit]:
-    """Open the places of some settings, and print what is left out. Arguments as of `open_adhoc_split`.
-
-    splits: setting of a split -> setting of the places that it is of.
-    """
-    given = {name: getattr(config, name) for name in ("exclude", *splits, *splits.values())}
-    opened = [
-        open_adhoc_split(given[of], given[split], given["exclude"], names, config.setting_of(of), pixels)
-        for split, of in splits.items()
-    ]
-    for note in dict.fromkeys(note for images in opened for note in images.split.notes()):
+def open_given(config: GivenConfig, split: str, names: Sequence[str], pixels: Pixels) -> AdhocSplit:
+    """Open the images of the settings, and print what is left out. Arguments as of `open_adhoc_split`."""
+    opened = open_adhoc_split(config.images, split, config.exclude, names, config.setting_of("images"), pixels)
+    for note in opened.split.notes():
         print(note)
     return opened
 

@@ -14,7 +14,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.storage.atomic import replacing
-from pipeline.evaluate.adhoc_split import AdhocSplit, open_places
+from pipeline.evaluate.adhoc_split import AdhocSplit, open_given
 from pipeline.evaluate.classify import Predictions, label_map, names_in_mixture, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.evaluate.regression import predict_targets
@@ -95,7 +95,7 @@ def _predict_numbers(config: PredictConfig, loaded: LoadedModel, out: Path | Non
     the data set has them, as NAME_true.
     """
     names = loaded.target_names
-    (images,) = open_places(config, [], loaded.pixels, split="images")
+    images = open_given(config, config.split, [], loaded.pixels)
     split, known = images.split, images.target_names
     with loaded.reading(split, config) as reader:
         found = predict_targets(loaded.logits, reader)
@@ -135,7 +135,7 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
             f" {counted(num_classes, 'class')}."
         )
     numbers = _numbered(num_classes)
-    (images,) = open_places(config, own or numbers, loaded.pixels, split="images")
+    images = open_given(config, config.split, own or numbers, loaded.pixels)
     if own:
         images = replace(images, label_names=names_in_mixture(images.label_names, images.fingerprint, loaded.extra))
         if set(images.label_names) <= set(own):

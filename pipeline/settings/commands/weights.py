@@ -238,12 +238,6 @@ class ChooseConfig(LookConfig):
     """Images that are looked at and chosen from, a random part of more. All are compared with each other: 0.4 GB of
     memory for 10,000, four times as much for twice as many.
     """
-    labelled: list[PathText] = []
-    """Images that have labels already: what resembles them is not chosen again. Files and folders as of source, or one
-    data set; of one with labels, those that have one. All are read.
-    """
-    labelled_split: str = setting("train", needs="labelled")
-    """If labelled is a data set: its split."""
     seed: Seed = 0
     """Seed of the random part."""
     out: PathText = setting(output="new")
