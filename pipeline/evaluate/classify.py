@@ -263,20 +263,6 @@ def outcomes(predictions: Predictions, split: Split) -> tuple[np.ndarray, np.nda
     return np.where(right, best[:, 0], labels[:, 0]), np.where(predictions.computed, best[:, 0], -1)
 
 
-def confusion(true: np.ndarray, predicted: np.ndarray, classes: np.ndarray) -> np.ndarray:
-    """Confusion counts, int64 (C, C), of the given classes: true class in rows, predicted class in columns.
-
-    Restricted to the classes to show, because a table of all 21,843 classes would take 3.8 GB.
-    """
-    # The last place is that of -1.
-    place = np.full(2 + max(array.max(initial=0) for array in (true, predicted, classes)), -1)
-    place[classes] = np.arange(len(classes))
-    rows, columns = place[true], place[predicted]
-    shown = (rows >= 0) & (columns >= 0)
-    counts = np.bincount(rows[shown] * len(classes) + columns[shown], minlength=len(classes) ** 2)
-    return counts.reshape(len(classes), len(classes))
-
-
 class ClassReport(NamedTuple):
     """float64 (K,) each; support: int64 (K,), samples per class.
 

@@ -200,7 +200,8 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         )
         confusion = render.draw_confusion(*judged[:2], scored.class_names)
         files |= {"per_class.csv": table_csv(scores["per_class"]), **found.files(pictures)}
-        of_mistakes = mistakes.blocks(found, pictures, folder, PngImage("confusion.png", render.CONFUSION, confusion))
+        picture = PngImage("confusion.png", render.CONFUSION, confusion) if confusion else None
+        of_mistakes = mistakes.blocks(found, pictures, folder, picture)
     if "per_label" in scores:
         files[multilabel.CSV] = table_csv(scores["per_label"])
     content = json.dumps(json_record.without_nan(scores), indent=1, ensure_ascii=False)
