@@ -94,8 +94,8 @@ def run(config: ExplainConfig, skip: bool = False) -> dict[str, Any]:
         f"{name}.png": png(figure, DPI, "" if name in _OF_NUMBERS else caption) for name, figure in drawn.items()
     }
     contents["explain.json"] = json.dumps(numbers, indent=1, ensure_ascii=False) + "\n"
-    # What is not drawn now may be of other weights. Another choice of layers and heads has other names.
-    old = [f"{name}.png" for name in DRAWINGS] + [path.name for path in folder.glob("attention-*.png")]
+    # What is not drawn now may be of other weights.
+    old = [f"{name}.png" for name in DRAWINGS]
     write_files(folder, {**dict.fromkeys(old), **contents}, mark="explain.json")
     print(f"{', '.join(contents)} in {folder}")
     if origin is not None:
@@ -179,7 +179,7 @@ def _draw_images(
     if wanted & _ATTENTION_DRAWINGS:
         attention = compute_attention(model, loaded.images(pixels), config.batch)
         if "attention" in wanted:
-            drawn |= galleries.draw_attention(attention, model.config, config.layer, config.head, inputs)
+            drawn["attention"] = galleries.draw_attention(attention, model.config, config.layer, config.head, inputs)
         if "rollout" in wanted:
             drawn["rollout"] = galleries.draw_rollout(attention, model.config, inputs)
         if "distance" in wanted:

@@ -13,7 +13,6 @@ from pipeline.settings.schema import Settings, setting
 from pipeline.settings.shared import MlflowConfig
 from pipeline.settings.yaml_reader import as_typed
 
-_ONE_OR_ALL = "^(all|mean|[1-9][0-9]*)$"
 TrainedLoss = Literal["auto", "softmax", "sigmoid"]
 Drawing = Literal[
     "attention",
@@ -257,9 +256,9 @@ class ExplainConfig(LossConfig, LookConfig, MlflowConfig):
 
     draw: list[Drawing] = []
     """Figures to draw, as [attention,rollout]; empty is all that the model has."""
-    layer: str = setting("all", pattern=_ONE_OR_ALL, needs="draw=attention")
-    """attention: block, a number from 1, all, or mean."""
-    head: str = setting("mean", pattern=_ONE_OR_ALL, needs="draw=attention")
+    layer: str = setting("all", pattern="^(all|[1-9][0-9]*)$", needs="draw=attention")
+    """attention: block, a number from 1, or all."""
+    head: str = setting("mean", pattern="^(all|mean|[1-9][0-9]*)$", needs="draw=attention")
     """attention: head, a number from 1, all, or mean."""
     normalise: bool | None = setting(None, needs="draw=reconstruction")
     """reconstruction: whether MAE's decoder predicts normalised pixels; null is what the weights say, or true."""
