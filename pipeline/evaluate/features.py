@@ -5,7 +5,6 @@ Shapes: D features, n images, H, W height and width, C channels.
 
 import io
 import math
-import shutil
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from itertools import islice
@@ -17,7 +16,6 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes, new_output
 from pipeline.base.words import counted, si
 from pipeline.data.dataset.split import Split
@@ -34,7 +32,7 @@ from pipeline.evaluate.loaded_model import (
 from pipeline.evaluate.predict import open_images
 from pipeline.model import checkpoint_note
 from pipeline.monitor.mlflow.weights import with_local_weights
-from pipeline.process.outputs import existing_folder, hold
+from pipeline.process.outputs import hold
 from pipeline.settings.commands.weights import FeaturesConfig
 
 # A row and its features; or why its image cannot be read.
@@ -118,21 +116,12 @@ def _counted(split: Split, problems: dict[int, str]) -> str:
 
 
 def _write_patches(config: FeaturesConfig, loaded: LoadedModel, images: AdhocSplit) -> None:
-    """Write the features of the patches of each image: float16 (rows, columns, D), into a folder.
-
-    Images that cannot be read are left out. Raises UserError for a disk that is too small, before anything is computed.
-    """
+    """Write the features of the patches of each image that can be read: float16 (rows, columns, D), into a folder."""
     split, out = images.split, Path(config.out)
     vit, crop = loaded.vit.config, loaded.view.eval_crop
     shape = (*vit.grid, vit.width)
-    size, free = 2 * len(split) * math.prod(shape), shutil.disk_usage(existing_folder(out)).free
     about = f"{counted(len(split), 'image')} of {shape[0]} x {shape[1]} patches with"
-    print(f"{about} {shape[2]:,} features as float16: {si(size, 'B')}", flush=True)
-    if size > free:
-        raise UserError(
-            f"out = {out}: {si(size, 'B')} are needed, and {si(free, 'B')} are free there. Choose another disk, fewer"
-            " images, or a smaller image_size."
-        )
+    print(f"{about} {shape[2]:,} features as float16: {si(2 * len(split) * math.prod(shape), 'B')}", flush=True)
     items = _features(config, loaded, split, lambda pixels: loaded.patch_features(pixels).half())
     problems = dict[int, str]()
 

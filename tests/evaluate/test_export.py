@@ -138,7 +138,7 @@ def test_the_script_beside_a_graph_predicts_as_predict_does(tmp_path):
     assert not re.search(r"^ *(?:import|from) (?:pipeline|torch)", script.read_text(), re.MULTILINE)
 
     cv2.imwrite(str(deep := tmp_path / "photos" / "deep.png"), np.full((20, 20), 300, np.uint16))
-    command = [sys.executable, "-I", script, tmp_path / "photos", "--top", "1"]
+    command = [sys.executable, "-I", script, tmp_path / "photos"]
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert ended.returncode == 1
     lines = dict(line.split("  ", 1) for line in ended.stdout.splitlines())

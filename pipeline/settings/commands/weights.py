@@ -165,7 +165,7 @@ class GivenConfig(Settings):
 
     needs_images: ClassVar[bool] = True
     source: list[PathText] = []
-    """Images: image files and folders (with wildcards * and ?)."""
+    """Images: image files and folders."""
     data: PathText = ""
     """In place of source: folder or URL (s3://, gs://) of a data set, made by launch/shard.py."""
     exclude: str = setting("all", needs="data")
