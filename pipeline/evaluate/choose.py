@@ -50,15 +50,12 @@ def run(config: ChooseConfig) -> list[str]:
             " Raise candidates, or lower num."
         )
     chosen = coverage.choose(found, config.num)
-    shares = np.bincount(coverage.nearest(found, found[chosen]), minlength=len(chosen)) / len(found)
     with new_output(Path(config.out), is_folder=True) as folder:
         rows, of_images = rows[chosen], images.split
         columns = {
             "path": _write_images(folder, of_images, rows),
             "label": [label or "" for label in images.labels(rows)],
             "key": of_images.keys(rows),
-            # About how many of all images each chosen one is the most similar of the chosen ones to.
-            "stands_for": [round(share * len(of_images)) for share in shares.tolist()],
             **({} if group_names is None else {"group": group_names[rows]}),
         }
         table = pa.table(columns).to_pylist()
@@ -88,15 +85,9 @@ def _draw(
     """A PNG of the first images. table: a line for each of the rows."""
     kept, pixels = loaded.shown(config, images.split, rows[:_MAX_DRAWN])
     labels = with_readable_labels(images, loaded).labels(kept)
-    lines = [table[place] for place in np.flatnonzero(np.isin(rows, kept)).tolist()]
-    tiles = []
-    for image, line, label in zip(pixels, lines, labels, strict=True):
-        about = f"stands for {line['stands_for']:,}"
-        tiles.append(Tile(image, [Path(line["path"]).stem, about, *filter(None, [label])]))
-    about = counted(len(images.split), "image")
-    note = (
-        f"{len(kept)} of {len(rows):,}. Each stands for about so many of {about} that it is the most similar chosen"
-        " one to."
-    )
-    figure = sheet(tiles, "Images to label first", note, loaded.image_size)
+    names = [Path(table[place]["path"]).stem for place in np.flatnonzero(np.isin(rows, kept)).tolist()]
+    tiles = [
+        Tile(image, [name, *filter(None, [label])]) for image, name, label in zip(pixels, names, labels, strict=True)
+    ]
+    figure = sheet(tiles, "Images to label first", f"{len(kept)} of {len(rows):,}.", loaded.image_size)
     return png(figure, DPI, loaded.pixels.describe_shown())

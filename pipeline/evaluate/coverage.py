@@ -11,20 +11,11 @@ Shapes: n images, D features, k chosen images.
 
 import numpy as np
 
-# Similarities that are computed at a time.
-_BLOCK = 2**24
-
 
 def directions(values: np.ndarray) -> np.ndarray:
     """float32 (n, D) of length 1: features, float (n, D), relative to their mean. A row that equals it stays 0."""
     centred = values.astype(np.float32) - values.mean(0)
     return centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), np.float32(1e-30))
-
-
-def nearest(images: np.ndarray, to: np.ndarray) -> np.ndarray:
-    """Of each of `images`, the index of the one of `to` with the largest cosine: int64 (n,). Both are directions."""
-    step = max(1, _BLOCK // len(to))
-    return np.concatenate([(images[start : start + step] @ to.T).argmax(1) for start in range(0, len(images), step)])
 
 
 def choose(images: np.ndarray, num: int) -> np.ndarray:

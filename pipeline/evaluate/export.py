@@ -33,7 +33,6 @@ from pipeline.settings.commands.weights import ExportConfig
 
 NUM_IMAGES = 4
 _FOLDERS = ("huggingface", "huggingface_mae")  # Formats that are folders.
-_AS_IT_IS = ("safetensors", "onnx")  # Formats of any model of ours, without conversion.
 _SCRIPT = Path(__file__).with_name("onnx_predict.py")  # It needs nothing of this project.
 Forward = Callable[[Tensor], Tensor]  # the model's input (B, C, height, width) -> logits (B, K), or features (B, D)
 
@@ -119,16 +118,11 @@ def _notes(form: str, model: Model | Mae, extra: dict[str, Any]) -> Iterator[str
         return
     config = model.config
     if extra.get("loss") == "regression":
-        if form not in _AS_IT_IS:
+        if form == "huggingface":
             targets = ", ".join(extra.get(TARGETS, []))
             yield f"it has no place for names of numbers: outputs are {targets}, in this order and in their own units"
     elif config.num_classes and not extra.get("classes"):
         yield f"the weights have no class names: outputs are 0 to {config.num_classes - 1:,} in the order of their head"
-    if form == "huggingface" and isinstance(config, ViTConfig) and config.pool == "both" and not config.num_classes:
-        yield (
-            "its DINOv2 without a head says nothing of pool = both, so features that others compute from this folder,"
-            " launch/features.py among them, are the class token alone"
-        )
 
 
 # ---------------------------------------------------------------------- writing

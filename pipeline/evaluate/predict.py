@@ -36,7 +36,6 @@ TABLE = pa.schema(
     ]
 )
 _SHOWN = 20
-_IMAGENET = (1_000, 21_843)  # Classes of ImageNet-1k and -21k, as published heads have them.
 
 
 def run(config: PredictConfig) -> pa.Table:
@@ -153,10 +152,9 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
 def print_numbered(config: LookConfig, names: list[str]) -> None:
     """Say what the numbers mean, if the classes of the weights have no other names. names: as `open_images` returns."""
     if names == _numbered(len(names)):
-        imagenet = " Those of ImageNet are usually in the order of their WordNet IDs." * (len(names) in _IMAGENET)
         print(
             f"{config.weights} has no class names: classes are numbers, 0 to {len(names) - 1:,} in the order of its"
-            f" head.{imagenet} For names: class_names=FILE, one per line in that order"
+            f" head. For names: class_names=FILE, one per line in that order"
         )
 
 
