@@ -103,20 +103,8 @@ def run(config: ExplainConfig, skip: bool = False) -> dict[str, Any]:
         parents = {"parent": origin.run_id} if origin.run_id else {}
         facts = RunFacts(f"explain {config.weights}", "explain", tags=tags, parents=parents, origin=origin)
         files = [folder / name for name in contents]
-        send_report(config.mlflow, folder, facts, metrics(numbers), files, config.experiment)
+        send_report(config.mlflow, folder, facts, {}, files, config.experiment)
     return numbers
-
-
-def metrics(numbers: dict[str, Any]) -> dict[str, float]:
-    """The metrics for MLflow in the content of explain.json."""
-    found: dict[str, float] = {}
-    for block, heads in enumerate(numbers.get("mean_attention_distance", []), start=1):
-        found[f"attention_distance.block_{block:02d}"] = float(np.mean(heads))
-    if "reconstruction_losses" in numbers:
-        found["reconstruction_loss"] = float(np.mean(numbers["reconstruction_losses"]))
-    if "predictions" in numbers:
-        found["wrong_share"] = numbers["predictions"]["wrong"] / numbers["predictions"]["images"]
-    return found
 
 
 def _choose_drawings(config: ExplainConfig, loaded: LoadedModel, mae: Mae | None, skip: bool) -> set[str]:

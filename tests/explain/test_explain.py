@@ -100,7 +100,6 @@ def test_command_to_folder_and_mlflow(
     (found,) = client.search_runs([client.get_experiment_by_name("vit").experiment_id])
     names = {file.path for file in client.list_artifacts(found.info.run_id)}
     assert names == {f"{name}.png" for name in ALL} | {"explain.json", "metrics.jsonl", "run.json"}
-    assert found.data.metrics["wrong_share"] == numbers["predictions"]["wrong"] / 9
     assert found.data.tags["weights_run"] == "try"
 
 

@@ -151,11 +151,6 @@ class ExportConfig(Settings):
         form, suffix = self.written_format, Path(self.out).suffix
         if (wanted := _FILE_SUFFIXES.get(form)) and suffix != wanted:
             raise UserError(f"out = {as_typed(self.out)} of format = {form} must end in {wanted}.")
-        if not wanted and suffix in _FILE_SUFFIXES.values():
-            raise UserError(
-                f"format = {form} writes a folder, and out = {as_typed(self.out)} ends in {suffix}. Leave out format,"
-                " or name a folder."
-            )
         if form == "huggingface_mae" and (self.image_size or not self.head):
             raise UserError(f"format = {form} writes MAE as it was trained: leave out image_size and head.")
 
