@@ -5,13 +5,10 @@ these teach more than labels of as many images at random, if they are few (docs/
 in one process, on a GPU or a CPU.
 
   python launch/choose.py weights=runs/lejepa_own_images data=datasets/unlabelled split=train num=100 out=to_label
-  python launch/choose.py weights=runs/lejepa_own_images data=datasets/unlabelled split=train num=100 out=more \\
-      labelled=datasets/labelled                                          # 100 more, unlike those that have labels
 
 The new folder has the images as files (images/001.jpg, ...), the most typical first, a sheet of the first ones, and
-choice.csv: path, label (the known class, or empty), key of the image, about how many images each stands for, and its
-group, if the images have groups. Copies of a chosen or labelled image are not chosen. To go on, fill in the column
-label and run
+choice.csv: path, label (the known class, or empty), key of the image, and its group, if the images have groups. To go
+on, fill in the column label and run
 
   python launch/shard.py source=to_label/choice.csv out=datasets/labelled
 

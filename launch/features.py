@@ -1,14 +1,11 @@
-"""Command: write the features of images or their patches, and find similar images. See `pipeline/evaluate/features.py`.
+"""Command: write the features of images or their patches. See `pipeline/evaluate/features.py`.
 
 Write the features of images as Parquet: the vector that the head reads, or would read, of any weights, with a head or
 without; with tokens=patches those of each patch, as a .npy for each image. Images are files, folders
-or a data set, preprocessed exactly as for launch/evaluate.py. With like=IMAGE, the images whose features are
-most similar (by cosine) are listed, and drawn on a sheet beside the table (holiday.similar.png). Runs in one process,
-on a GPU or a CPU.
+or a data set, preprocessed exactly as for launch/evaluate.py. Runs in one process, on a GPU or a CPU.
 
   python launch/features.py weights=runs/photos data=datasets/photos split=train out=train.parquet
   python launch/features.py weights=facebook/dinov2-base source=holiday out=holiday.parquet image_size=224
-  python launch/features.py weights=runs/photos source=holiday out=holiday.parquet like=cat.jpg
   python launch/features.py weights=facebook/dinov2-base source=holiday tokens=patches out=patches
 
 The table has one row per image: key, label (the true class if known, with its readable name if it has one, as

@@ -92,10 +92,10 @@ def folded(rows: Sequence[Sequence[Tile]]) -> list[Sequence[Tile]]:
     return [part for parts in zip(*(lines_of(row, MAX_IMAGES) for row in rows), strict=True) for part in parts]
 
 
-def sheet(tiles: Sequence[Tile], title: str, note: str, above: Sequence[Sequence[Tile]] = ()) -> Figure:
-    """Images in rows, below the rows `above`."""
+def sheet(tiles: Sequence[Tile], title: str, note: str) -> Figure:
+    """Images in rows."""
     rows = [tiles[first : first + MAX_IMAGES] for first in range(0, len(tiles), MAX_IMAGES)]
-    return gallery([*above, *rows], title, note)
+    return gallery(rows, title, note)
 
 
 def lines_of(tiles: Sequence[Tile], most: int) -> list[Sequence[Tile]]:

@@ -50,11 +50,11 @@ class Metric:
 
 
 _TITLES = {
-    **{"top1": "top-1", "top5": "top-5", "rankme": "RankMe", "miou": "mIoU", "kappa": "quadratic kappa", "map": "mAP"},
+    **{"top1": "top-1", "top5": "top-5", "rankme": "RankMe", "miou": "mIoU", "map": "mAP"},
     **{"r2": "R²", "rmse": "RMSE", "mae": "MAE", "spearman": "Spearman"},
 }
 # Scores of the head that are more telling than its accuracy, where they are measured.
-MAIN = ("kappa", "map", "r2")
+MAIN = ("map", "r2")
 # The accuracy of a probe: data, number and kind, and the strength if there are several.
 _PROBE = re.compile(r"(?:(.+)_)?(?:(\d+)(nn|shot)(?:_l2_(.+))?|linear)")
 # Metrics of a probe that need no labels.
@@ -77,7 +77,7 @@ _KNOWN = {
     "best_score": Metric("share", "higher"),  # In studies.
     "*_effective_images": Metric("count", "", "eval"),
     **dict.fromkeys(("*_low", "*_high"), Metric(group="eval")),  # The ends of a score's interval.
-    **dict.fromkeys(("*_kappa", "*_r2", "*_spearman"), Metric("", "higher", "eval")),
+    **dict.fromkeys(("*_r2", "*_spearman"), Metric("", "higher", "eval")),
     **dict.fromkeys(("*_rmse", "*_mae"), Metric("", "lower", "eval")),
     **dict.fromkeys(("*_[0-9]*shot_std", "*_[0-9]*shot_l2_*_std"), Metric(group="probe")),
     **dict.fromkeys(

@@ -1,6 +1,5 @@
 """Opens image files, folders or a data set as a split, which the loader reads like any other."""
 
-import glob
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,17 +13,13 @@ from pipeline.architecture.pixels import ANY_TYPE, RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes
 from pipeline.base.words import missing
-from pipeline.data.dataset.manifest import INFO, open_dataset, shards_beside
+from pipeline.data.dataset.manifest import INFO, open_dataset
 from pipeline.data.dataset.mapped_index import ManifestIndex
 from pipeline.data.dataset.split import SampleTable, Split
 from pipeline.data.loading.decode import is_visible_image
 from pipeline.data.storage.bucket import to_path, walk_files
 from pipeline.data.storage.cache import Storage
-from pipeline.process.outputs import kind_of
 from pipeline.settings.commands.weights import GivenConfig
-
-# Endings of what launch/shard.py reads, and a model does not.
-_OF_SHARDING = {".tar", ".zip", ".tgz", ".gz", ".csv", ".tsv", ".parquet"}
 
 
 @dataclass(frozen=True)
@@ -68,16 +63,13 @@ def open_adhoc_split(
 ) -> AdhocSplit:
     """Open the images of a command. Files of a folder are sorted by path; files given by name keep their order.
 
-    places: files, folders and glob patterns; or a single data set, from which `split` and `exclude` select samples.
+    places: files and folders; or a single data set, from which `split` and `exclude` select samples.
     Hidden files of a folder are ignored, as in sharding: macOS adds a `._NAME.jpg`, which is no image, to each file.
     names: class names of the weights. The label of an image file is the name of its folder if that is one of `names`.
     setting: that names the places, for errors. pixels: how files are read; a data set says it itself.
     Raises UserError for a place that is missing or holds no image, and for a data set next to other places.
     """
     if setting == "data" or is_dataset(places):
-        folders = [Path(places[0]), shards_beside(Path(places[0]))]
-        if folders[0].is_dir() and {kind_of(folder) for folder in folders} == {None}:
-            raise UserError(f"data = {places[0]} is not a data set. Image files are given as source={places[0]}")
         dataset = open_dataset(places[0])
         opened = dataset.split(split, exclude)
         if not len(opened):
@@ -96,17 +88,10 @@ def open_adhoc_split(
     return AdhocSplit(_as_split(found, labels, pixels), list(names))
 
 
-def open_places(config: GivenConfig, names: Sequence[str], pixels: Pixels, **splits: str) -> list[AdhocSplit]:
-    """Open the places of some settings, and print what is left out. Arguments as of `open_adhoc_split`.
-
-    splits: setting of a split -> setting of the places that it is of.
-    """
-    given = {name: getattr(config, name) for name in ("exclude", *splits, *splits.values())}
-    opened = [
-        open_adhoc_split(given[of], given[split], given["exclude"], names, config.setting_of(of), pixels)
-        for split, of in splits.items()
-    ]
-    for note in dict.fromkeys(note for images in opened for note in images.split.notes()):
+def open_given(config: GivenConfig, split: str, names: Sequence[str], pixels: Pixels) -> AdhocSplit:
+    """Open the images of the settings, and print what is left out. Arguments as of `open_adhoc_split`."""
+    opened = open_adhoc_split(config.images, split, config.exclude, names, config.setting_of("images"), pixels)
+    for note in opened.split.notes():
         print(note)
     return opened
 
@@ -117,16 +102,13 @@ def is_dataset(places: Sequence[str]) -> bool:
 
 
 def _expand(place: str, setting: str) -> Iterator[Path]:
-    """Yield the files of one place. Raises UserError."""
+    """Yield the file, or the files of the folder. Raises UserError."""
     if "://" in place:
         raise UserError(f"{setting} = {place}: from a bucket, only a single data set can be read.")
     path = to_path(place)
     assert isinstance(path, Path)
     if not path.exists():
-        found = [Path(name) for name in sorted(glob.glob(place, recursive=True)) if Path(name).is_file()]
-        if not found:
-            raise UserError(f"{setting} = {missing(place)}")
-        yield from found
+        raise UserError(f"{setting} = {missing(place)}")
     elif (path / INFO).is_file():
         raise UserError(f"{setting} = {place} is a data set: give it alone.")
     elif path.is_dir():
@@ -135,11 +117,6 @@ def _expand(place: str, setting: str) -> Iterator[Path]:
         if not found:
             raise UserError(f"{setting} = {place}: no image in this folder or below it.")
         yield from found
-    elif path.suffix.lower() in _OF_SHARDING:
-        raise UserError(
-            f"{setting} = {place}: images in archives and tables are not read here. Unpack it, or make a data set of it"
-            " and give that: launch/shard.py, or launch/index.py for tars of samples."
-        )
     else:
         yield path
 

@@ -10,7 +10,6 @@ non-finite logits.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +20,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.loader import Batch, Loader, eval_requests
-from pipeline.evaluate import measures
-from pipeline.evaluate.intervals import CORRELATION, bootstrapped, effective_number
+from pipeline.evaluate.intervals import effective_number
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.objectives import classification
 
@@ -57,8 +55,8 @@ class ClassificationScores:
     those with a label.
 
     top5: None for too few classes (`classification.has_top5`). top1_effective_images, top5_...: of
-    `effective_number`; None for data without groups. kappa: quadratic, of classes that are grades, and map: the
-    mean average precision of several labels, each with the ends of its interval.
+    `effective_number`; None for data without groups. map: the mean average precision of several labels, with the
+    ends of its interval.
     """
 
     top1: float
@@ -68,9 +66,6 @@ class ClassificationScores:
     num_unreadable: int
     top1_effective_images: float | None = None
     top5_effective_images: float | None = None
-    kappa: float | None = None
-    kappa_low: float | None = None
-    kappa_high: float | None = None
     map: float | None = None
     map_low: float | None = None
     map_high: float | None = None
@@ -84,8 +79,7 @@ class ClassificationScores:
             readable = self.num_samples - self.num_unreadable
             bad = f", {self.num_unreadable:,} unreadable (counted as wrong; the loss is that of the other {readable:,})"
         top5 = "" if self.top5 is None else f", top-5 {self.top5:.2%}"
-        asked = "" if self.kappa is None else f"quadratic kappa {self.kappa:.4f}, "
-        asked += "" if self.map is None else f"mAP {self.map:.2%}, "
+        asked = "" if self.map is None else f"mAP {self.map:.2%}, "
         return f"{asked}top-1 {self.top1:.2%}{top5}, loss {self.loss:.4f} on {counted(self.num_samples, 'image')}{bad}"
 
 
@@ -190,10 +184,8 @@ def probabilities_of(logits: Tensor, loss_kind: str) -> Tensor:
     return logits.softmax(1) if loss_kind == "softmax" else logits.sigmoid()
 
 
-def score(
-    predictions: Predictions, split: Split, num_classes: int, loss_kind: str = "softmax", ordinal: bool = False
-) -> ClassificationScores:
-    """Accuracy and loss of the predictions, and with `ordinal` the quadratic kappa. num_classes: K."""
+def score(predictions: Predictions, split: Split, num_classes: int, loss_kind: str = "softmax") -> ClassificationScores:
+    """Accuracy and loss of the predictions. num_classes: K."""
     n, labels = len(split), label_table(split)
     hits = is_any(predictions.top, labels) & predictions.computed[:, None]
     readable = int(predictions.readable.sum())
@@ -205,24 +197,9 @@ def score(
         None if split.groups is None else effective_number(*in_groups(of, split.groups)) for of in (top1, top5)
     ]
     scores = ClassificationScores(float(top1.sum()) / n, None, loss, n, n - readable, effective[0])
-    if ordinal:
-        kappa, low, high = kappa_of(*outcomes(predictions, split), split.groups)
-        scores = replace(scores, kappa=kappa, kappa_low=low, kappa_high=high)
     if classification.has_top5(num_classes):
         return replace(scores, top5=float(top5.sum()) / n, top5_effective_images=effective[1])
     return scores
-
-
-def kappa_of(true: np.ndarray, predicted: np.ndarray, groups: np.ndarray | None) -> tuple[float, float, float]:
-    """Quadratic kappa of `outcomes`, low and high end of its interval; without images that have no label or no
-    prediction.
-    """
-    known = (true >= 0) & (predicted >= 0)
-    if not known.any():
-        return float("nan"), float("nan"), float("nan")
-    pair = true[known].astype(np.float64), predicted[known].astype(np.float64)
-    kappa = partial(measures.quadratic_kappa, *pair)
-    return bootstrapped(kappa, CORRELATION, len(pair[0]), None if groups is None else groups[known])
 
 
 def in_groups(values: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -272,20 +249,6 @@ def outcomes(predictions: Predictions, split: Split) -> tuple[np.ndarray, np.nda
     best = predictions.top[:, :1]
     right = is_any(best, labels)[:, 0] & predictions.computed
     return np.where(right, best[:, 0], labels[:, 0]), np.where(predictions.computed, best[:, 0], -1)
-
-
-def confusion(true: np.ndarray, predicted: np.ndarray, classes: np.ndarray) -> np.ndarray:
-    """Confusion counts, int64 (C, C), of the given classes: true class in rows, predicted class in columns.
-
-    Restricted to the classes to show, because a table of all 21,843 classes would take 3.8 GB.
-    """
-    # The last place is that of -1.
-    place = np.full(2 + max(array.max(initial=0) for array in (true, predicted, classes)), -1)
-    place[classes] = np.arange(len(classes))
-    rows, columns = place[true], place[predicted]
-    shown = (rows >= 0) & (columns >= 0)
-    counts = np.bincount(rows[shown] * len(classes) + columns[shown], minlength=len(classes) ** 2)
-    return counts.reshape(len(classes), len(classes))
 
 
 class ClassReport(NamedTuple):

@@ -11,51 +11,26 @@ Shapes: n images, D features, k chosen images.
 
 import numpy as np
 
-# Similarities that are computed at a time.
-_BLOCK = 2**24
-# An image that is as similar to a chosen one as this is a copy of it. Features of one image differ by some 1e-6 between
-# batches.
-_COPY = np.float32(1 - 1e-5)
 
-
-def directions(values: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """float32 (n, D) of length 1: features, float (n, D), relative to their `mean`, (D,). A row that equals it stays
-    0.
-    """
-    centred = values.astype(np.float32) - mean
+def directions(values: np.ndarray) -> np.ndarray:
+    """float32 (n, D) of length 1: features, float (n, D), relative to their mean. A row that equals it stays 0."""
+    centred = values.astype(np.float32) - values.mean(0)
     return centred / np.maximum(np.linalg.norm(centred, axis=1, keepdims=True), np.float32(1e-30))
 
 
-def nearest(images: np.ndarray, to: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each of `images`, the largest cosine to one of `to` and its index: float32 (n,) and int64 (n,). Both are
-    directions.
-    """
-    largest, at = np.empty(len(images), np.float32), np.empty(len(images), np.int64)
-    step = max(1, _BLOCK // len(to))
-    for start in range(0, len(images), step):
-        similar = images[start : start + step] @ to.T
-        largest[start : start + step], at[start : start + step] = similar.max(1), similar.argmax(1)
-    return largest, at
-
-
-def choose(images: np.ndarray, num: int, covered: np.ndarray) -> np.ndarray:
-    """int64 (k,): the indices of the chosen images, each the one that adds most to those before it; the first of
+def choose(images: np.ndarray, num: int) -> np.ndarray:
+    """int64 (num,): the indices of the chosen images, each the one that adds most to those before it; the first of
     equals.
 
-    images: directions, float32 (n, D). covered: float32 (n,), how similar each already is to one with a label, -1 to
-    none. k is `num`, or less if all others are copies of chosen ones or of ones with a label. Takes 4 n**2 bytes of
-    memory.
+    images: directions, float32 (n, D), at least `num`. Takes 4 n**2 bytes of memory.
     """
     similar = images @ images.T
-    best = covered.copy()
+    best = np.full(len(images), -1, np.float32)
     gains = np.array([np.maximum(row - best, 0).sum() for row in similar])
     known_at = np.zeros(len(images), np.int64)  # The number of chosen images when the gain was computed.
     chosen: list[int] = []
-    while len(chosen) < num and np.isfinite(gains.max()):
+    while len(chosen) < num:
         top = int(gains.argmax())
-        if best[top] >= _COPY:
-            gains[top] = -np.inf
-            continue
         if known_at[top] < len(chosen):  # An upper bound: it can only have become less.
             gains[top] = np.maximum(similar[top] - best, 0).sum()
             known_at[top] = len(chosen)

@@ -95,7 +95,7 @@ def of_same_groups(first_right: np.ndarray, second_right: np.ndarray, groups: np
 
 
 def of_same_draws(first: float, second: float, drawn: Bootstrap, groups: bool) -> ScoreDifference:
-    """Two scores of the same images that are no means over images, such as kappa or R2: Student's t on the scatter of
+    """Two scores of the same images that are no means over images, such as R2: Student's t on the scatter of
     their difference when images, or groups of them, are drawn anew. drawn: both scores.
     """
     method = GROUPED_BOOTSTRAP if groups else BOOTSTRAP

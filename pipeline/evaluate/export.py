@@ -1,7 +1,7 @@
 """Converts weights to another format and verifies the result by comparing logits on the same images; entry point:
 `run`.
 
-The written file is loaded by the target program if it is installed (transformers, timm, onnxruntime), else by
+The written file is loaded by the target program if it is installed (transformers, onnxruntime), else by
 this project's own reader, and the output says so.
 """
 
@@ -22,7 +22,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import new_output
 from pipeline.base.words import counted
 from pipeline.evaluate.architecture import name_of
-from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, Weights, files
+from pipeline.model import Config, Model, ResNet, VisionTransformer, ViTConfig, files
 from pipeline.model.convert.mae import to_huggingface
 from pipeline.model.convert.preprocessing import written_filter
 from pipeline.model.weights import TARGET_SCALE, TARGETS
@@ -32,8 +32,7 @@ from pipeline.objectives.mae import Mae, as_places
 from pipeline.settings.commands.weights import ExportConfig
 
 NUM_IMAGES = 4
-_FOLDERS = ("timm", "huggingface", "huggingface_mae")  # Formats that are folders.
-_AS_IT_IS = ("safetensors", "onnx")  # Formats of any model of ours, without conversion.
+_FOLDERS = ("huggingface", "huggingface_mae")  # Formats that are folders.
 _SCRIPT = Path(__file__).with_name("onnx_predict.py")  # It needs nothing of this project.
 Forward = Callable[[Tensor], Tensor]  # the model's input (B, C, height, width) -> logits (B, K), or features (B, D)
 
@@ -49,10 +48,9 @@ def run(config: ExportConfig) -> LogitDifference:
     """Write `config.weights` to `config.out` in its format; prints and returns the difference from the target program.
 
     Raises UserError for weights that the format cannot hold, and for a difference above the tolerance from the target
-    program or the program that the weights come from; then no output is left.
+    program; then no output is left.
     """
-    # ------------------------------------------------------------------ the input, compared with the program it comes
-    # from
+    # ------------------------------------------------------------------ the input
     config, form = with_local_weights(config), config.written_format
     path = files.find_file(Path(config.weights))  # once, because a run in training changes its `latest`
     content = models.read_weights(path, say=print)
@@ -65,9 +63,6 @@ def run(config: ExportConfig) -> LogitDifference:
     targets = extra.get(TARGETS, []) if extra.get("loss") == "regression" else []
     predicted = f"numbers: {', '.join(targets)}" if targets else counted(trained.num_classes, "class")
     print(f"read: {name_of(trained)} at {height} x {width} px, {predicted}")
-    if source := _source_side(path, content):
-        own = models.load(path, content=content)
-        _compare(f"{source[0]}, the program of these weights,", own, source[1], config.tolerance)
 
     # ------------------------------------------------------------------ the model to write
     model: Model | Mae | None
@@ -123,24 +118,11 @@ def _notes(form: str, model: Model | Mae, extra: dict[str, Any]) -> Iterator[str
         return
     config = model.config
     if extra.get("loss") == "regression":
-        if form not in _AS_IT_IS:
+        if form == "huggingface":
             targets = ", ".join(extra.get(TARGETS, []))
             yield f"it has no place for names of numbers: outputs are {targets}, in this order and in their own units"
     elif config.num_classes and not extra.get("classes"):
         yield f"the weights have no class names: outputs are 0 to {config.num_classes - 1:,} in the order of their head"
-    if form not in _AS_IT_IS and isinstance(config, ViTConfig) and "sincos2d" in config.positions:
-        size = "{} x {}".format(*config.image_size)
-        yield (
-            f"positions = {config.positions} are written as a table, which is resampled at other sizes than {size},"
-            " where these weights compute theirs anew: for the same logits, export again with image_size=N"
-        )
-    if form == "huggingface" and isinstance(config, ViTConfig) and config.pool == "both" and not config.num_classes:
-        yield (
-            "its DINOv2 without a head says nothing of pool = both, so features that others compute from this folder,"
-            " launch/features.py among them, are the class token alone"
-        )
-    if form == "timm" and extra.get("loss") == "sigmoid" and config.num_classes:
-        yield "it has no place for train.loss = sigmoid; where it is used, set loss=sigmoid"
 
 
 # ---------------------------------------------------------------------- writing
@@ -151,9 +133,6 @@ def _write(model: Model, form: str, path: Path, extra: dict[str, Any]) -> None:
     view = extra.get("preprocessing", {})
     if form == "safetensors":
         models.save(model, path, extra)
-    elif form == "timm":
-        tensors, config = models.to_timm(model, classes, view)
-        files.write_folder(path, tensors, {"config.json": config})
     elif form == "huggingface":
         tensors, config, processor = models.to_huggingface(model, classes, view, extra.get("loss"))
         files.write_folder(path, tensors, {"config.json": config, "preprocessor_config.json": processor})
@@ -219,25 +198,6 @@ def _write_mae(model: Mae, folder: Path, view: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------- other programs
 
 
-def _source_side(path: Path, content: Weights) -> tuple[str, Forward] | None:
-    """(name, forward) of the program that weights with a config.json come from, with its normalisation; None if
-    unavailable.
-    """
-    config_files = files.config_files(path)
-    if "model_type" in config_files.config:
-        form = "huggingface"
-    elif "architecture" in config_files.config:
-        form = "timm"
-    else:
-        return None
-    name, forward = _other_side(form, path.parent, content.config)
-    if forward is None:
-        print(f"{name} is not installed: the input is not compared with it")
-        return None
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (content.mean, content.std))
-    return name, lambda x: forward((x * 0.5 + 0.5 - mean) / std)
-
-
 def _other_side(form: str, path: Path, config: Config) -> tuple[str, Forward | None]:
     """(name, forward) of the program that reads this format; forward is None if it is not installed."""
     if form not in _PROGRAMS:
@@ -269,11 +229,9 @@ def _transformers(library: Any, folder: Path, config: Config) -> Forward:
     library = _quiet(library)
     if config.num_classes:
         classifier = library.AutoModelForImageClassification.from_pretrained(folder, local_files_only=True).eval()
-        classifier.float()  # transformers computes in the precision of the file, and we in fp32.
         return lambda images: classifier(images).logits
-    encoder = library.AutoModel.from_pretrained(folder, local_files_only=True).eval().float()
+    encoder = library.AutoModel.from_pretrained(folder, local_files_only=True).eval()
     encoder = getattr(encoder, "vision_model", encoder)  # of a model for images and texts
-    encoder.config.mask_ratio = 0.0  # MAE's would leave out patches.
     if not isinstance(config, ViTConfig) or config.pool == "gap":
         return lambda images: encoder(images).last_hidden_state.mean(1)
     if config.pool == "both":
@@ -295,7 +253,6 @@ def _onnxruntime(library: Any, file: Path, config: Config) -> Forward:
 
 _PROGRAMS: dict[str, tuple[str, Callable[[Any, Path, Config], Forward]]] = {
     "huggingface": ("transformers", _transformers),
-    "timm": ("timm", lambda library, folder, _: library.create_model(f"local-dir:{folder}", pretrained=True).eval()),
     "onnx": ("onnxruntime", _onnxruntime),
 }
 

@@ -1,16 +1,14 @@
-"""Writes the features of images, or of their patches, and draws the images that are most similar to a given one; entry
-point: `run`.
+"""Writes the features of images, or of their patches; entry point: `run`.
 
 Shapes: D features, n images, H, W height and width, C channels.
 """
 
 import io
 import math
-import shutil
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -18,14 +16,10 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from pipeline.base.errors import UserError
 from pipeline.base.files import as_bytes, new_output
-from pipeline.base.gallery import DPI, Tile, sheet
-from pipeline.base.page import png
-from pipeline.base.words import counted, printable, si
+from pipeline.base.words import counted, si
 from pipeline.data.dataset.split import Split
-from pipeline.data.storage.atomic import replacing
-from pipeline.evaluate.adhoc_split import AdhocSplit, open_adhoc_split
+from pipeline.evaluate.adhoc_split import AdhocSplit
 from pipeline.evaluate.classify import requests
 from pipeline.evaluate.loaded_model import (
     LoadedModel,
@@ -38,7 +32,7 @@ from pipeline.evaluate.loaded_model import (
 from pipeline.evaluate.predict import open_images
 from pipeline.model import checkpoint_note
 from pipeline.monitor.mlflow.weights import with_local_weights
-from pipeline.process.outputs import existing_folder, hold, try_output
+from pipeline.process.outputs import hold
 from pipeline.settings.commands.weights import FeaturesConfig
 
 # A row and its features; or why its image cannot be read.
@@ -48,43 +42,19 @@ _PART = 8192  # Images whose features are in memory at a time, about.
 TABLE = pa.schema(
     [("key", pa.string()), ("label", pa.string()), ("vector", pa.list_(pa.float32())), ("problem", pa.string())]
 )
-# Similar images that are drawn, at most.
-_NUM_LIKE = 16
 
 
-def run(config: FeaturesConfig) -> list[tuple[str, float]]:
-    """Write the features of all images to `config.out`, and with `config.like` the sheet of the most similar ones.
-
-    Returns (key, cosine similarity) of these, the most similar first; none without `config.like`. Raises UserError
-    before anything is written.
-    """
+def run(config: FeaturesConfig) -> None:
+    """Write the features of all images to `config.out`. Raises UserError before anything is written."""
     config = with_local_weights(config)
     if config.tokens == "image":
         hold(Path(config.out), is_file=True)
-        if config.like:
-            try_output("sheet", _sheet(config), "new")
     loaded = load_model(config)
     if config.tokens == "patches":
         refuse_without_patches(config.weights, loaded.model)
     images, _ = open_images(config, loaded)
-    if config.tokens == "patches":
-        _write_patches(config, loaded, images)
-        return []
-    if not config.like:
-        _write_table(config, loaded, images, None)
-        return []
-    query = open_adhoc_split([config.like], "", "none", [], "like", loaded.pixels).split
-    if len(query) != 1:
-        raise UserError(f"like = {config.like} has {counted(len(query), 'image')}. Give the path of one.")
-    wanted = _unit(loaded.features_of(config, query, np.zeros(1, np.int64), f"like = {config.like}").values)[0]
-    similarities = _write_table(config, loaded, images, wanted)
-    # Stable: of equally similar images, the first comes first.
-    rows = np.argsort(-similarities, kind="stable")[: min(_NUM_LIKE, int(np.isfinite(similarities).sum()))]
-    return _draw_neighbours(config, loaded, query, images, rows, similarities[rows])
-
-
-def _sheet(config: FeaturesConfig) -> Path:
-    return Path(config.out).with_suffix(".similar.png")
+    write = _write_patches if config.tokens == "patches" else _write_table
+    write(config, loaded, images)
 
 
 def _metadata(config: FeaturesConfig, loaded: LoadedModel, image_size: str, **more: str) -> dict[str, bytes]:
@@ -117,16 +87,10 @@ def _features(
         reader.problems_of_all([problems], len(split))
 
 
-def _write_table(
-    config: FeaturesConfig, loaded: LoadedModel, images: AdhocSplit, wanted: np.ndarray | None
-) -> np.ndarray:
-    """Write the table, a part at a time. Returns the cosine similarity of each image to `wanted`, float64 (n,).
-
-    It is minus infinity for an unreadable image, and 0 for all if nothing is wanted. An unreadable image has no vector
-    in the table, and the reason in `problem`.
-    """
+def _write_table(config: FeaturesConfig, loaded: LoadedModel, images: AdhocSplit) -> None:
+    """Write the table, a part at a time. An unreadable image has no vector in it, and the reason in `problem`."""
     split, out = images.split, Path(config.out)
-    similarities, problems = np.full(len(split), -np.inf), dict[int, str]()
+    problems = dict[int, str]()
     # Whole batches, so that the parts do not change the values.
     step = max(1, _PART // config.batch) * config.batch
     schema = TABLE.with_metadata(_metadata(config, loaded, str(loaded.image_size)))
@@ -140,16 +104,11 @@ def _write_table(
         while part := dict(islice(items, step)):
             problems |= {row: why for row, why in part.items() if isinstance(why, str)}
             found = {row: vector for row, vector in part.items() if not isinstance(vector, str)}
-            if found:
-                similarities[[*found]] = 0.0 if wanted is None else _unit(np.stack([*found.values()])) @ wanted
             columns = ([of.get(row) for row in part] for of in (found, problems))
             writer.write_table(pa.table([split.keys([*part]), images.labels(part), *columns], schema))
         refuse_none_readable(", ".join(config.images), problems, split, len(split))
-        if config.like:  # A kill before the new sheet is drawn leaves no older one beside the new table.
-            _sheet(config).unlink(missing_ok=True)
     print_unreadable(problems, split.keys, "no vector")
     print(f"{_counted(split, problems)}, {loaded.model.config.num_features:,} features each. table: {out}")
-    return similarities
 
 
 def _counted(split: Split, problems: dict[int, str]) -> str:
@@ -157,21 +116,12 @@ def _counted(split: Split, problems: dict[int, str]) -> str:
 
 
 def _write_patches(config: FeaturesConfig, loaded: LoadedModel, images: AdhocSplit) -> None:
-    """Write the features of the patches of each image: float16 (rows, columns, D), into a folder.
-
-    Images that cannot be read are left out. Raises UserError for a disk that is too small, before anything is computed.
-    """
+    """Write the features of the patches of each image that can be read: float16 (rows, columns, D), into a folder."""
     split, out = images.split, Path(config.out)
     vit, crop = loaded.vit.config, loaded.view.eval_crop
     shape = (*vit.grid, vit.width)
-    size, free = 2 * len(split) * math.prod(shape), shutil.disk_usage(existing_folder(out)).free
     about = f"{counted(len(split), 'image')} of {shape[0]} x {shape[1]} patches with"
-    print(f"{about} {shape[2]:,} features as float16: {si(size, 'B')}", flush=True)
-    if size > free:
-        raise UserError(
-            f"out = {out}: {si(size, 'B')} are needed, and {si(free, 'B')} are free there. Choose another disk, fewer"
-            " images, or a smaller image_size."
-        )
+    print(f"{about} {shape[2]:,} features as float16: {si(2 * len(split) * math.prod(shape), 'B')}", flush=True)
     items = _features(config, loaded, split, lambda pixels: loaded.patch_features(pixels).half())
     problems = dict[int, str]()
 
@@ -202,36 +152,3 @@ def _fill(path: Path, items: Iterator[tuple[int, np.ndarray]], images: AdhocSpli
     schema = pa.schema([*TABLE][:2], facts).append(pa.field("file", pa.string()))
     columns = [images.split.keys([*files]), images.labels(files), [*files.values()]]
     pq.write_table(pa.table(columns, schema), path / "index.parquet")
-
-
-def _draw_neighbours(
-    config: FeaturesConfig,
-    loaded: LoadedModel,
-    query: Split,
-    images: AdhocSplit,
-    rows: np.ndarray,
-    similarities: np.ndarray,
-) -> list[tuple[str, float]]:
-    _, (image,) = loaded.shown(config, query, np.zeros(1, np.int64))
-    _, pixels = loaded.shown(config, images.split, rows)
-    keys, labels = images.split.keys(rows), images.labels(rows)
-    about = list(zip(keys, similarities.tolist(), labels, strict=True))
-    tiles = [
-        Tile(shown, [*filter(None, [label]), PurePosixPath(key).stem, f"{similarity:.3f}"])
-        for shown, (key, similarity, label) in zip(pixels, about, strict=True)
-    ]
-    note = "The first image, and those whose features have the largest cosine similarity to its own."
-    of_query = [[Tile(image, [Path(config.like).stem])]]
-    figure = sheet(tiles, "Similar images", note, of_query)
-    with replacing(_sheet(config)) as file:
-        file.write(png(figure, DPI, loaded.pixels.describe_shown()))
-    for key, similarity, label in about:
-        print(printable(f"{similarity:.4f}  {key}  {label or ''}".rstrip()))
-    print(f"sheet: {_sheet(config)}")
-    return [(key, similarity) for key, similarity, _ in about]
-
-
-def _unit(values: np.ndarray) -> np.ndarray:
-    """(n, D) -> float64 (n, D), each row of length 1, or 0 if it is 0."""
-    values = values.astype(np.float64)
-    return values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-300)

@@ -121,7 +121,7 @@ def _around(mean: float, half: float, over: str) -> Interval:
 
 # How a score is stretched so that its scatter is nearly the same on both sides, and back.
 Scale = tuple[Callable[[np.ndarray], np.ndarray], Callable[[np.ndarray], np.ndarray]]
-CORRELATION: Scale = (np.arctanh, np.tanh)  # Also of kappa; Fisher's z.
+CORRELATION: Scale = (np.arctanh, np.tanh)  # Fisher's z.
 ERROR: Scale = (np.log, np.exp)
 EXPLAINED: Scale = (lambda r2: np.log1p(-r2), lambda stretched: -np.expm1(stretched))
 SHARE: Scale = (lambda share: np.log(share) - np.log1p(-share), lambda stretched: 1 / (1 + np.exp(-stretched)))

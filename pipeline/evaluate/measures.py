@@ -1,43 +1,15 @@
-"""Scores of grades, of numbers and of several labels an image: functions of weighted samples.
+"""Scores of numbers and of several labels an image: functions of weighted samples.
 
 Shapes: n samples, K classes, S scores. weights: (n,), how often each sample counts: once, or as often as a bootstrap
 draws it.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
 # Scores (S,) of weighted samples.
 Measure = Callable[[np.ndarray], np.ndarray]
-
-
-class Moments(NamedTuple):
-    """Weighted means, variances and the covariance of two columns."""
-
-    mean: tuple[float, float]
-    var: tuple[float, float]
-    cov: float
-
-    @classmethod
-    def of(cls, one: np.ndarray, other: np.ndarray, weights: np.ndarray) -> "Moments":
-        total = weights.sum()
-        means = float(weights @ one / total), float(weights @ other / total)
-        one, other = one - means[0], other - means[1]
-        variances = float(weights @ one**2 / total), float(weights @ other**2 / total)
-        return cls(means, variances, float(weights @ (one * other) / total))
-
-
-def quadratic_kappa(true: np.ndarray, predicted: np.ndarray, weights: np.ndarray) -> float:
-    """Cohen's kappa with quadratic weights (Cohen 1968) of grades, numbers (n,): 1 for equal ones, 0 for chance.
-
-    One minus the mean squared difference over that of independent grades, so the matrix of counts is not needed. NaN
-    where all grades of both are the same.
-    """
-    (first, second), (var_first, var_second), cov = Moments.of(true, predicted, weights)
-    by_chance = var_first + var_second + (first - second) ** 2
-    return 2 * cov / by_chance if by_chance > 0 else float("nan")
 
 
 def mean_of_known(rows: np.ndarray) -> np.ndarray:
@@ -79,10 +51,13 @@ def spearman(true: np.ndarray, predicted: np.ndarray, weights: np.ndarray) -> fl
     """Spearman's rank correlation of `places`; equal values share the mean of their ranks. NaN where either is
     constant.
     """
-    if not weights.sum():
+    if not (total := weights.sum()):
         return float("nan")
-    of = Moments.of(_ranks(true, weights), _ranks(predicted, weights), weights)
-    return of.cov / (of.var[0] * of.var[1]) ** 0.5 if min(of.var) > 0 else float("nan")
+    ranks = (_ranks(places, weights) for places in (true, predicted))
+    one, other = (of - weights @ of / total for of in ranks)
+    variances = float(weights @ one**2 / total), float(weights @ other**2 / total)
+    cov = float(weights @ (one * other) / total)
+    return cov / (variances[0] * variances[1]) ** 0.5 if min(variances) > 0 else float("nan")
 
 
 def _ranks(places: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -7,11 +7,10 @@ Shapes: n images.
 """
 
 import json
-import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Self
 
 import cv2
 import numpy as np
@@ -19,86 +18,30 @@ import numpy as np
 from pipeline.base import json_record
 from pipeline.base.files import table_csv
 from pipeline.base.page import Block, Code, Heading, Paragraph, PngImage, Table
-from pipeline.base.words import counted
+from pipeline.base.words import command_line, counted
 from pipeline.data.dataset.split import Split
 
-MAX_LISTED, _MAX_PAIRS = 40, 5
+_MAX_LISTED, _MAX_PAIRS = 40, 5
 _SIDE = 128  # Pixels of a picture's long side.
 # rows, int64 (n,) -> (those that can be read, their pixels, uint8 (n, H, W, 3)).
 Read = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 Files = dict[str, bytes | str | None]
+_PICTURES = [f"mistake_{number:02}.png" for number in range(1, _MAX_LISTED + 1)]
+NO_FILES: Files = dict.fromkeys(["mistakes.csv", "mistakes.json", *_PICTURES])
 
 
 @dataclass(frozen=True)
-class ListedImage:
-    """picture: its file. row: in the manifest."""
+class Mistake:
+    """An image that is predicted as another class than its label.
+
+    picture: its file. row: in the manifest. confidence: probability of the predicted class. of_label: that of the
+    label.
+    """
 
     picture: str
     split: str
     row: int
     key: str
-
-
-@dataclass(frozen=True)
-class ImageList:
-    """Images to look at, as files, of which launch/exclude.py reads the CSV. data: path of the data set. name: of the
-    files. picture: how those of the pictures begin.
-    """
-
-    data: str
-    listed: Sequence[ListedImage]
-    name: ClassVar[str]
-    picture: ClassVar[str]
-
-    @classmethod
-    def pictured(
-        cls, rows: np.ndarray, split: Split, read: Read, manifest_split: str
-    ) -> tuple[np.ndarray, Iterator[tuple[str, str, int, str]], dict[str, bytes]]:
-        """(those of the rows that can be read, the fields of `ListedImage` of each, content of each picture).
-
-        manifest_split: that the samples are of, if the split has another name.
-        """
-        rows, images = read(rows) if len(rows) else (rows, np.empty((0, 1, 1, 3), np.uint8))
-        files, splits = [*cls.no_files()][2 : 2 + len(rows)], [manifest_split or split.name] * len(rows)
-        places = zip(files, splits, split.manifest_rows(rows).tolist(), split.keys(rows), strict=True)
-        return rows, places, dict(zip(files, map(_small_png, images), strict=True))
-
-    @classmethod
-    def no_files(cls) -> Files:
-        """Those of `files`, as those to remove."""
-        pictures = (f"{cls.picture}_{number:02}.png" for number in range(1, MAX_LISTED + 1))
-        return dict.fromkeys([f"{cls.name}.csv", f"{cls.name}.json", *pictures])
-
-    @classmethod
-    def read(cls, folder: Path) -> tuple[Self, dict[str, bytes]] | None:
-        """What `files` wrote into a folder; None if it did not. Raises UserError for a damaged file."""
-        try:
-            found = json_record.read(folder / f"{cls.name}.json", cls)
-            return found, {one.picture: (folder / one.picture).read_bytes() for one in found.listed}
-        except FileNotFoundError:
-            return None
-
-    def files(self, pictures: Mapping[str, bytes]) -> Files:
-        """The files that `read` reads, and the CSV; None for what an earlier call may have written."""
-        table = table_csv([asdict(one) for one in self.listed]) if self.listed else None
-        return {**self.no_files(), **pictures, f"{self.name}.csv": table, f"{self.name}.json": json.dumps(asdict(self))}
-
-    def how_to_exclude(self, folder: Path, wrong: str, right: str) -> list[Block]:
-        """folder: of the CSV. wrong: what training shall not read. right: which rows of the CSV are to be deleted."""
-        csv = f"{self.name}.csv"
-        return [
-            Paragraph(f"To train without {wrong}, delete the rows of {csv} {right}, and exclude the rest:"),
-            Code(f"python launch/exclude.py {shlex.join([f'data={self.data}', f'samples={folder / csv}'])}"),
-        ]
-
-
-@dataclass(frozen=True)
-class Mistake(ListedImage):
-    """An image that is predicted as another class than its label.
-
-    confidence: probability of the predicted class. of_label: that of the label.
-    """
-
     label: str
     predicted: str
     confidence: float
@@ -116,17 +59,33 @@ class ConfusedPair:
 
 
 @dataclass(frozen=True)
-class Mistakes(ImageList):
-    """listed: those with the least probable label. how: they were found, a sentence. num_wrong of num_images have
-    another class than predicted. confused: the most frequent pairs of classes.
+class Mistakes:
+    """The mistakes, as files, of which launch/exclude.py reads the CSV.
+
+    data: path of the data set. listed: those with the least probable label. how: they were found, a sentence. num_wrong
+    of num_images have another class than predicted. confused: the most frequent pairs of classes.
     """
 
-    name, picture = "mistakes", "mistake"
+    data: str
     listed: list[Mistake]
     how: str
     num_images: int
     num_wrong: int
     confused: list[ConfusedPair]
+
+    @classmethod
+    def read(cls, folder: Path) -> tuple[Self, dict[str, bytes]] | None:
+        """What `files` wrote into a folder; None if it did not. Raises UserError for a damaged file."""
+        try:
+            found = json_record.read(folder / "mistakes.json", cls)
+            return found, {one.picture: (folder / one.picture).read_bytes() for one in found.listed}
+        except FileNotFoundError:
+            return None
+
+    def files(self, pictures: Mapping[str, bytes]) -> Files:
+        """The files that `read` reads, and the CSV; None for what an earlier call may have written."""
+        table = table_csv([asdict(one) for one in self.listed]) if self.listed else None
+        return {**NO_FILES, **pictures, "mistakes.csv": table, "mistakes.json": json.dumps(asdict(self))}
 
 
 def how_found(split: str, trained_by: str = "", folds: int = 0) -> str:
@@ -161,22 +120,26 @@ def find(
     """(the mistakes, content of each picture).
 
     true, predicted: int64 (n,), of `outcomes`, of the first n images of the split. confidence, of_label: probabilities
-    of the predicted class and of the label, float (n,). names: of all classes. manifest_split: see
-    `ImageList.pictured`.
+    of the predicted class and of the label, float (n,). names: of all classes. manifest_split: that the
+    samples are of, if the split has another name.
     """
     known = (true >= 0) & (predicted >= 0)
     wrong = np.flatnonzero(known & (true != predicted))
-    listed = wrong[np.argsort(of_label[wrong], kind="stable")][:MAX_LISTED]
-    rows, places, pictures = Mistakes.pictured(listed, split, read, manifest_split)
+    listed = wrong[np.argsort(of_label[wrong], kind="stable")][:_MAX_LISTED]
+    rows, images = read(listed) if len(listed) else (listed, np.empty((0, 1, 1, 3), np.uint8))
+    places = zip(_PICTURES, split.manifest_rows(rows).tolist(), split.keys(rows), strict=False)
     found = [
         Mistake(
-            *place,
+            picture,
+            manifest_split or split.name,
+            place,
+            key,
             names[true[row]],
             names[predicted[row]],
             round(float(confidence[row]), 4),
             round(float(of_label[row]), 4),
         )
-        for row, place in zip(rows.tolist(), places, strict=True)
+        for row, (picture, place, key) in zip(rows.tolist(), places, strict=True)
     ]
     pairs, counts = np.unique(np.stack([true, predicted])[:, wrong], axis=1, return_counts=True)
     of_class = np.bincount(true[known], minlength=len(names))
@@ -185,6 +148,7 @@ def find(
         for place in np.argsort(-counts, kind="stable")[:_MAX_PAIRS].tolist()
         for one, other, count in [(*pairs[:, place].tolist(), int(counts[place]))]
     ]
+    pictures = dict(zip(_PICTURES, map(_small_png, images), strict=False))
     return Mistakes(data, found, how, int(known.sum()), len(wrong), confused), pictures
 
 
@@ -227,5 +191,8 @@ def blocks(
             f" {found.how}"
         ),
         Table(("image", "label", "predicted as", "confidence", "label's probability", "key"), rows),
-        *found.how_to_exclude(folder, "wrong labels", "whose label is right"),
+        Paragraph(
+            "To train without wrong labels, delete the rows of mistakes.csv whose label is right, and exclude the rest:"
+        ),
+        Code(command_line("exclude", f"data={found.data}", f"samples={folder / 'mistakes.csv'}")),
     ]

@@ -132,20 +132,14 @@ def files_of(places: list[Path]) -> Iterator[Path]:
 
 def main() -> None:
     script = Path(__file__)
-    model = script.with_name(f"{script.stem.removesuffix('_predict')}.onnx")
     parser = argparse.ArgumentParser(description="Print the most likely classes of images, or numbers.")
     parser.add_argument("images", nargs="+", type=Path, help="image files, and folders of these")
-    parser.add_argument("--model", type=Path, default=model, metavar="FILE", help=f"default: {model}")
-    parser.add_argument("--top", type=int, default=5, metavar="NUMBER", help="classes of each image, default 5")
-    given = parser.parse_args()
-    if not given.model.is_file():
-        parser.error(f"{given.model} is missing. Name the .onnx file: --model FILE")
-    predictor, num_unreadable = Predictor(given.model), 0
-    for file in files_of(given.images):
+    predictor = Predictor(script.with_name(f"{script.stem.removesuffix('_predict')}.onnx"))
+    num_unreadable = 0
+    for file in files_of(parser.parse_args().images):
         try:
-            found = predictor.predict(file, given.top)
             form = ".5g" if predictor.numbers else ".1%"
-            said = ", ".join(f"{name} {value:{form}}" for name, value in found)
+            said = ", ".join(f"{name} {value:{form}}" for name, value in predictor.predict(file))
         except Exception as error:  # Pillow raises any type.
             num_unreadable += 1
             said = f"cannot be read: {error}"

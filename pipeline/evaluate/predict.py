@@ -14,7 +14,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.dataset.split import Split
 from pipeline.data.storage.atomic import replacing
-from pipeline.evaluate.adhoc_split import AdhocSplit, open_places
+from pipeline.evaluate.adhoc_split import AdhocSplit, open_given
 from pipeline.evaluate.classify import Predictions, label_map, predict
 from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model
 from pipeline.evaluate.regression import predict_targets
@@ -36,7 +36,6 @@ TABLE = pa.schema(
     ]
 )
 _SHOWN = 20
-_IMAGENET = (1_000, 21_843)  # Classes of ImageNet-1k and -21k, as published heads have them.
 
 
 def run(config: PredictConfig) -> pa.Table:
@@ -51,7 +50,7 @@ def run(config: PredictConfig) -> pa.Table:
     if not loaded.model.config.num_classes:
         raise UserError(
             f"{config.weights} has no head, so it cannot predict classes. launch/finetune.py trains one on labelled"
-            " images; launch/features.py writes the features, and finds similar images."
+            " images; launch/features.py writes the features."
         )
     if loaded.target_names:
         return _predict_numbers(config, loaded, out)
@@ -95,7 +94,7 @@ def _predict_numbers(config: PredictConfig, loaded: LoadedModel, out: Path | Non
     the data set has them, as NAME_true.
     """
     names = loaded.target_names
-    (images,) = open_places(config, [], loaded.pixels, split="images")
+    images = open_given(config, config.split, [], loaded.pixels)
     split, known = images.split, images.target_names
     with loaded.reading(split, config) as reader:
         found = predict_targets(loaded.logits, reader)
@@ -135,7 +134,7 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
             f" {counted(num_classes, 'class')}."
         )
     numbers = _numbered(num_classes)
-    (images,) = open_places(config, own or numbers, loaded.pixels, split="images")
+    images = open_given(config, config.split, own or numbers, loaded.pixels)
     if own and set(images.label_names) <= set(own):
         with contextlib.suppress(UserError):  # Names that are not unique: no true class is known.
             split = images.split.relabelled(label_map(images.label_names, own))
@@ -151,10 +150,9 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
 def print_numbered(config: LookConfig, names: list[str]) -> None:
     """Say what the numbers mean, if the classes of the weights have no other names. names: as `open_images` returns."""
     if names == _numbered(len(names)):
-        imagenet = " Those of ImageNet are usually in the order of their WordNet IDs." * (len(names) in _IMAGENET)
         print(
             f"{config.weights} has no class names: classes are numbers, 0 to {len(names) - 1:,} in the order of its"
-            f" head.{imagenet} For names: class_names=FILE, one per line in that order"
+            f" head. For names: class_names=FILE, one per line in that order"
         )
 
 

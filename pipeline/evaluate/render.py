@@ -12,13 +12,9 @@ from pipeline.base.page import COLOURS, Block, Heading, Paragraph, Table, png, s
 from pipeline.base.trained_on import TRAINED_BY, not_held_out
 from pipeline.base.words import counted, shorten, significant
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
-from pipeline.evaluate import measures
-from pipeline.evaluate.classify import confusion
 from pipeline.evaluate.intervals import of_samples
 from pipeline.evaluate.regression import ENDS
 
-# Scores with the ends of their intervals -> how they are called, and shown.
-_WITH_ENDS = {"kappa": ("quadratic kappa", ".4f"), "map": ("mAP, mean average precision over labels", ".2%")}
 _ACCURACIES = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}
 _MEANS = {
     "macro_precision": "precision, mean over classes",
@@ -38,21 +34,18 @@ _COUNTS = {
     "num_unreadable": "unreadable images ({})",
     "num_unlabelled": "images without a label (counted as wrong)",
 }
-_MAX_LISTED, _MAX_NAMED = 30, 20
+_MAX_LISTED = 30
 SCATTER = "Predicted against true values, with the line on which they are equal"
 CONFUSION = "Confusion matrix: each row is a true class, each cell its share predicted as the column's"
-_MAX_DRAWN, _MOST_CONFUSED = 50, 30
-_MAX_ANNOTATED = 20
-_MAX_SCATTERS, _MANY_POINTS = 12, 2_000
+_MAX_DRAWN, _MAX_ANNOTATED, _MAX_SCATTERS = 50, 20, 12
 
 
 def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     """(name, value) of each score in `scores`, as lines for the terminal."""
     rows: list[tuple[str, str]] = []
     over = "groups" if "num_groups" in scores else "images"
-    for name, (text, form) in _WITH_ENDS.items():
-        if name in scores:
-            rows += _with_interval(text, form, [scores[name + end] for end in ENDS], over)
+    if "map" in scores:
+        rows += _with_interval("mAP, mean average precision over labels", [scores["map" + end] for end in ENDS], over)
     of_targets = scores.get("per_target", [])
     if len(of_targets) > 1:
         rows += [
@@ -98,12 +91,12 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def _with_interval(text: str, form: str, found: Sequence[float], over: str) -> Iterator[tuple[str, str]]:
-    """The rows of a score and its interval, if there is one. form: of the numbers. found: score, low, high."""
+def _with_interval(text: str, found: Sequence[float], over: str) -> Iterator[tuple[str, str]]:
+    """The rows of a score and its interval, if there is one. found: score, low, high."""
     value, low, high = found
-    yield text, format(value, form)
+    yield text, f"{value:.2%}"
     if not math.isnan(low):
-        yield f"  its 95 % interval over {over}", f"{low:{form}} to {high:{form}}"
+        yield f"  its 95 % interval over {over}", f"{low:.2%} to {high:.2%}"
 
 
 def _in_brackets(name: str, scores: Mapping[str, Any]) -> str:
@@ -120,7 +113,7 @@ def _accuracy(text: str, value: float, scores: dict[str, Any], effective: float 
     """
     found = of_samples(value, effective or scores["num_samples"])
     low = math.nan if math.isnan(value) else found.low
-    return _with_interval(text, ".2%", (value, low, found.high), "groups" if effective else "images")
+    return _with_interval(text, (value, low, found.high), "groups" if effective else "images")
 
 
 def page(scores: dict[str, Any], of_mistakes: Sequence[Block]) -> tuple[str, list[Block]]:
@@ -128,53 +121,36 @@ def page(scores: dict[str, Any], of_mistakes: Sequence[Block]) -> tuple[str, lis
     trained = scores.get(TRAINED_BY)
     warning = [Paragraph(f"Note: {not_held_out(scores['split'], trained)}.")] if trained else []
     blocks: list[Block] = [*warning, Table(("score", "value"), summary(scores)), *of_mistakes]
-    if "per_label" in scores:
-        blocks += _labels(scores)
-    elif "per_class" in scores:
-        tested = sorted((row for row in scores["per_class"] if row["support"]), key=lambda row: row["f1"])
-        rows = [
-            (row["class"], *(f"{row[name]:.1%}" for name in ("precision", "recall", "f1")), f"{row['support']:,}")
-            for row in tested[:_MAX_LISTED]
-        ]
-        about = (
-            f"The {len(rows)} of {counted(len(tested), 'class')} with images that have the lowest F1; all are in"
-            " per_class.csv."
-        )
-        table = Table(("class", "precision", "recall", "F1", "images"), rows)
-        blocks += [Heading("Classes"), Paragraph(about), table]
-    if bad := scores["unreadable"] + scores.get("probe_unreadable", []):
-        named = [(each["key"], each["problem"]) for each in bad[:_MAX_NAMED]]
-        about = f"{len(named)} of {len(bad):,}; all are in scores.json."
-        blocks += [Heading("Unreadable images"), Paragraph(about), Table(("image", "problem"), named)]
+    if "per_class" in scores:
+        blocks += _lowest(scores)
     blocks += [Heading("How it was measured"), Paragraph(_how(scores))]
     return f"{scores['weights']} on {scores['data']}, split {scores['split']}", blocks
 
 
-def _labels(scores: dict[str, Any]) -> list[Block]:
-    """The table of images with several labels."""
-    tested = sorted((row for row in scores["per_label"] if row["images"]), key=lambda row: row["average_precision"])
-    columns = ("average_precision", "precision", "recall", "f1")
+def _lowest(scores: dict[str, Any]) -> list[Block]:
+    """The classes with the lowest F1, or the labels with the lowest average precision."""
+    table, what, by, count = "per_class", "class", "f1", "support"
+    columns = ["precision", "recall", "f1"]
+    if "per_label" in scores:
+        table, what, by, count = "per_label", "label", "average_precision", "images"
+        columns = [by, *columns]
+    tested = sorted((row for row in scores[table] if row[count]), key=lambda row: row[by])
     rows = [
-        (row["class"], *(f"{row[name]:.1%}" for name in columns), f"{row['images']:,}") for row in tested[:_MAX_LISTED]
+        (row["class"], *(f"{row[column]:.1%}" for column in columns), f"{row[count]:,}") for row in tested[:_MAX_LISTED]
     ]
-    about = (
-        f"The {len(rows)} of {counted(len(tested), 'label')} with images that have the lowest average precision; all"
-        f" are in per_label.csv. An image is predicted to have a label whose probability is at least 0.5."
-    )
-    header = ("label", "average precision", "precision", "recall", "F1", "images")
-    return [Heading("Labels"), Paragraph(about), Table(header, rows)]
+    about = f"By {by}: {len(rows)} of {counted(len(tested), what)} with images; all are in {table}.csv."
+    return [Heading("Lowest scores"), Paragraph(about), Table((what, *columns, "images"), rows)]
 
 
 def _how(scores: dict[str, Any]) -> str:
     origin = f"Run {scores['run']}, step {scores['step']:,}. " if scores["run"] and scores["step"] is not None else ""
     excluded = "" if scores["excluded"] == NOTHING_EXCLUDED else f"Excluded from the split: {scores['excluded']}. "
-    grades = f"Grades, in this order: {', '.join(scores['grades'])}. " if "grades" in scores else ""
     probed = ""
     if "probe_split" in scores:
         probed = f"Features (the head's input) are fitted to split {scores['probe_split']}. "
     learned = f"numbers: {', '.join(scores['targets'])}" if "targets" in scores else ""
     return (
-        f"{origin}{grades}Data {scores['fingerprint']}, {learned or counted(scores['num_classes'], 'class')}."
+        f"{origin}Data {scores['fingerprint']}, {learned or counted(scores['num_classes'], 'class')}."
         f" {excluded}{probed}Images at {scores['image_size']} pixels: eval_crop = {scores['eval_crop']}, eval_resize ="
         f" {scores['eval_resize']}, resize_filter = {scores['resize_filter']}. Computed in {scores['precision']} on"
         f" {scores['device']}."
@@ -195,17 +171,8 @@ def draw_scatter(predicted: np.ndarray, true: np.ndarray, names: Sequence[str]) 
         known = np.isfinite(predicted[:, place]) & np.isfinite(true[:, place])
         x, y = (values[known, place].astype(np.float64) for values in (true, predicted))
         if known.any():
-            low, high = min(x.min(), y.min()), max(x.max(), y.max())
-            margin = 0.04 * (high - low) or 1.0
-            limits = low - margin, high + margin
-            axes.plot(limits, limits, color="0.6", linewidth=1, zorder=1)
-            many = known.sum() > _MANY_POINTS
-            size, alpha = (4, 0.25) if many else (14, 0.6)
-            axes.scatter(x, y, size, COLOURS[0], alpha=alpha, linewidth=0, zorder=2)
-            axes.set(xlim=limits, ylim=limits)
-        weights = np.ones(int(known.sum()))
-        said = f"R² {measures.r2(x, y, weights):.3f}, RMSE {measures.rmse(x, y, weights):.4g}"
-        axes.set_title(f"{said}, {counted(len(weights), 'image')}", fontsize=9)
+            axes.axline((x[0], x[0]), slope=1, color="0.6", linewidth=1, zorder=1)
+            axes.scatter(x, y, 8, COLOURS[0], alpha=0.4, linewidth=0, zorder=2)
         axes.set_xlabel(f"true {name}", parse_math=False)
         axes.set_ylabel(f"predicted {name}", parse_math=False)
         axes.set_aspect("equal")
@@ -215,34 +182,18 @@ def draw_scatter(predicted: np.ndarray, true: np.ndarray, names: Sequence[str]) 
 
 
 # ---------------------------------------------------------------------- the confusion matrix
-def draw_confusion(true: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> bytes:
+def draw_confusion(true: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> bytes | None:
     """A PNG of the confusion matrix: true classes in rows, predicted ones in columns, with counts for up to 20 classes.
 
     A cell's colour is its share of the true class. true, predicted: int64 (n,), from `outcomes`; unreadable images and
-    samples without labels are ignored. names: of all K classes. Of more than 50 classes, the 30 most confused ones are
-    drawn.
+    samples without labels are ignored. names: of all K classes; None for more than 50.
     """
-    seen = (true >= 0) & (predicted >= 0)
-    true, predicted = true[seen], predicted[seen]
-    drawn, title = np.arange(len(names)), f"{counted(len(true), 'image')}; colour: share of the true class"
     if len(names) > _MAX_DRAWN:
-        drawn = most_confused_classes(true, predicted, len(names))
-        title = f"The {len(drawn)} most confused of {counted(len(names), 'class')}; rows do not sum to 100 %"
-    counts = confusion(true, predicted, drawn)
-    totals = np.bincount(true, minlength=len(names))[drawn]
-    return _draw(counts, counts / np.maximum(totals, 1)[:, None], [names[c] for c in drawn.tolist()], title)
-
-
-def most_confused_classes(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> np.ndarray:
-    """int64 (30,), ascending: the classes of the most frequent mistakes, filled up with the first classes."""
-    pairs, counts = np.unique(np.stack([true, predicted])[:, true != predicted], axis=1, return_counts=True)
-    most_first = pairs[:, np.argsort(-counts, kind="stable")].T.ravel()
-    candidates = np.concatenate([most_first, np.arange(num_classes)])
-    first_places = np.sort(np.unique(candidates, return_index=True)[1])
-    return np.sort(candidates[first_places[:_MOST_CONFUSED]])
-
-
-def _draw(counts: np.ndarray, shares: np.ndarray, names: Sequence[str], title: str) -> bytes:
+        return None
+    seen = (true >= 0) & (predicted >= 0)
+    counts = np.zeros((len(names), len(names)), np.int64)
+    np.add.at(counts, (true[seen], predicted[seen]), 1)
+    shares = counts / np.maximum(counts.sum(1), 1)[:, None]
     annotated = len(names) <= _MAX_ANNOTATED
     side = max(4.0, (0.55 if annotated else 0.26) * len(names) + 2.0)
     figure = Figure(figsize=(side + 0.8, side), dpi=110, layout="constrained")
@@ -256,6 +207,7 @@ def _draw(counts: np.ndarray, shares: np.ndarray, names: Sequence[str], title: s
     # A "$" in a name does not start a formula.
     axes.set_xticks(places, short, rotation=90, parse_math=False)
     axes.set_yticks(places, short, parse_math=False)
+    title = f"{counted(int(seen.sum()), 'image')}; colour: share of the true class"
     axes.set(xlabel="predicted class", ylabel="true class", title=title, aspect="equal")
     axes.invert_yaxis()
     if annotated:

@@ -23,7 +23,7 @@ from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
 from pipeline.data.loading.augment import default_eval_resize
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import to_path
-from pipeline.evaluate import architecture, largest_errors, mistakes, multilabel, render
+from pipeline.evaluate import architecture, mistakes, multilabel, render
 from pipeline.evaluate.classify import (
     Features,
     Predictions,
@@ -74,7 +74,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     scores.json.
 
     Its keys include, if scored: top1, top5 (of more than five classes), loss, num_samples, num_unreadable,
-    num_unlabelled, images_per_second, macro_precision, macro_recall, macro_f1, per_class; kappa; of several labels map,
+    num_unlabelled, images_per_second, macro_precision, macro_recall, macro_f1, per_class; of several labels map,
     label_f1, per_label; of numbers r2, spearman, per_target; fewshot (one row per number of shots and strength), knn.
     Accuracies are in [0, 1]. Raises UserError before anything is written, such as for weights of other classes than the
     data.
@@ -88,8 +88,6 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     origin = find_origin(file, config.weights) if config.mlflow else None
     loaded = load_model(replace(config, weights=str(file)), config.loss)
     names = loaded.target_names if config.classify else []
-    if names and config.ordinal:
-        raise UserError(f"ordinal is for classes, and {config.weights} predicts numbers: {', '.join(names)}.")
     if names and not dataset.classes:  # What is probed by default reads labels.
         config = replace(config, shots=[], neighbours=0)
     reads_labels, classifies = config.reads_labels or config.folds > 0, config.classify and not names
@@ -106,8 +104,6 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         scored_split = with_targets_of(config.weights, names, dataset, split)
     if classifies:
         scored, scored_split = _in_classes_of_weights(config, loaded, dataset, split)
-        if config.ordinal:
-            split.refuse_several_labels("ordinal=true")
     is_multilabel = classifies and multilabel.is_multilabel(scored_split, loaded.loss_kind)
     is_multilabel = is_multilabel and multilabel.fits_memory(scored_split, scored.num_classes)
     data = to_path(config.data)
@@ -160,9 +156,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         of_targets = score_targets(predictions, names, split.groups)
         scores |= {"targets": names, **of_targets.to_dict(), "per_target": of_targets.records()}
     elif predictions is not None:
-        scores |= score(predictions, scored_split, scored.num_classes, loaded.loss_kind, config.ordinal).to_dict()
-        if config.ordinal:
-            scores["grades"] = scored.class_names
+        scores |= score(predictions, scored_split, scored.num_classes, loaded.loss_kind).to_dict()
         if is_multilabel:
             scores |= multilabel.score(predictions, scored_split, scored.class_names)
         judged = *outcomes(predictions, scored_split), predictions.probabilities[:, 0], predictions.of_label
@@ -183,17 +177,14 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     written = ("per_class.csv", multilabel.CSV, "confusion.png", "per_target.csv", "scatter.png")
     files: dict[str, bytes | str | None] = {
         **dict.fromkeys(written),
-        **mistakes.Mistakes.no_files(),
-        **largest_errors.LargeErrors.no_files(),
+        **mistakes.NO_FILES,
     }
     of_mistakes: list[Block] = []
     if isinstance(predictions, TargetPredictions):
         values = np.where(predictions.readable[:, None], predictions.values, np.nan)
-        shown = partial(loaded.shown, config, split)
-        errors, images = largest_errors.find(values, predictions.targets, names, split, shown, config.data)
-        files |= {"per_target.csv": table_csv(scores["per_target"]), **errors.files(images)}
+        files["per_target.csv"] = table_csv(scores["per_target"])
         scatter = render.draw_scatter(values, predictions.targets, names)
-        of_mistakes = [PngImage("scatter.png", render.SCATTER, scatter), *largest_errors.blocks(errors, images, folder)]
+        of_mistakes = [PngImage("scatter.png", render.SCATTER, scatter)]
     if judged is not None:
         classes = per_class(*judged[:2], scored.num_classes)
         scores |= classes.macro()
@@ -208,7 +199,8 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         )
         confusion = render.draw_confusion(*judged[:2], scored.class_names)
         files |= {"per_class.csv": table_csv(scores["per_class"]), **found.files(pictures)}
-        of_mistakes = mistakes.blocks(found, pictures, folder, PngImage("confusion.png", render.CONFUSION, confusion))
+        picture = PngImage("confusion.png", render.CONFUSION, confusion) if confusion else None
+        of_mistakes = mistakes.blocks(found, pictures, folder, picture)
     if "per_label" in scores:
         files[multilabel.CSV] = table_csv(scores["per_label"])
     content = json.dumps(json_record.without_nan(scores), indent=1, ensure_ascii=False)

@@ -94,8 +94,8 @@ def run(config: ExplainConfig, skip: bool = False) -> dict[str, Any]:
         f"{name}.png": png(figure, DPI, "" if name in _OF_NUMBERS else caption) for name, figure in drawn.items()
     }
     contents["explain.json"] = json.dumps(numbers, indent=1, ensure_ascii=False) + "\n"
-    # What is not drawn now may be of other weights. Another choice of layers and heads has other names.
-    old = [f"{name}.png" for name in DRAWINGS] + [path.name for path in folder.glob("attention-*.png")]
+    # What is not drawn now may be of other weights.
+    old = [f"{name}.png" for name in DRAWINGS]
     write_files(folder, {**dict.fromkeys(old), **contents}, mark="explain.json")
     print(f"{', '.join(contents)} in {folder}")
     if origin is not None:
@@ -103,20 +103,8 @@ def run(config: ExplainConfig, skip: bool = False) -> dict[str, Any]:
         parents = {"parent": origin.run_id} if origin.run_id else {}
         facts = RunFacts(f"explain {config.weights}", "explain", tags=tags, parents=parents, origin=origin)
         files = [folder / name for name in contents]
-        send_report(config.mlflow, folder, facts, metrics(numbers), files, config.experiment)
+        send_report(config.mlflow, folder, facts, {}, files, config.experiment)
     return numbers
-
-
-def metrics(numbers: dict[str, Any]) -> dict[str, float]:
-    """The metrics for MLflow in the content of explain.json."""
-    found: dict[str, float] = {}
-    for block, heads in enumerate(numbers.get("mean_attention_distance", []), start=1):
-        found[f"attention_distance.block_{block:02d}"] = float(np.mean(heads))
-    if "reconstruction_losses" in numbers:
-        found["reconstruction_loss"] = float(np.mean(numbers["reconstruction_losses"]))
-    if "predictions" in numbers:
-        found["wrong_share"] = numbers["predictions"]["wrong"] / numbers["predictions"]["images"]
-    return found
 
 
 def _choose_drawings(config: ExplainConfig, loaded: LoadedModel, mae: Mae | None, skip: bool) -> set[str]:
@@ -178,7 +166,7 @@ def _draw_images(
     if wanted & _ATTENTION_DRAWINGS:
         attention = compute_attention(model, loaded.images(pixels), config.batch)
         if "attention" in wanted:
-            drawn |= galleries.draw_attention(attention, model.config, config.layer, config.head, inputs)
+            drawn["attention"] = galleries.draw_attention(attention, model.config, config.layer, config.head, inputs)
         if "rollout" in wanted:
             drawn["rollout"] = galleries.draw_rollout(attention, model.config, inputs)
         if "distance" in wanted:

@@ -26,52 +26,37 @@ _SHARE_RIGHT = 0.25  # Places on the sheet of predictions that are kept for righ
 _OWN_SCALE = "Each map is scaled to its own largest value."
 
 
-def draw_attention(
-    attention: Attention, config: ViTConfig, layer: str, head: str, inputs: Sequence[Tile]
-) -> dict[str, Figure]:
-    """Figures by name: one, "attention", or for all heads of all layers one per image, "attention-1" and so on.
+def draw_attention(attention: Attention, config: ViTConfig, layer: str, head: str, inputs: Sequence[Tile]) -> Figure:
+    """Each image, and beside it the maps of the chosen layers and heads.
 
-    inputs: the images with their captions. layer, head: "all", "mean", or a number from 1.
+    inputs: the images with their captions. layer: "all", or a number from 1. head: "all", "mean", or a number from 1.
     """
     maps, layers, heads = choose_maps(attention, layer, head)
-    is_matrix = len(layers) > 1 and len(heads) > 1
-    of_images = []
-    for i, image in enumerate(inputs):
+    rows: list[Sequence[Tile | None]] = []
+    for image, of_image in zip(inputs, maps.numpy(), strict=False):
         tiles = [
-            [
-                Tile(overlay(image.pixels, maps[i, j, k].numpy(), config), [of_layer, of_head])
-                for k, of_head in enumerate(heads)
-            ]
-            for j, of_layer in enumerate(layers)
+            Tile(overlay(image.pixels, values, config), [of_layer, of_head])
+            for of_layer, of_heads in zip(layers, of_image, strict=True)
+            for of_head, values in zip(heads, of_heads, strict=True)
         ]
-        lines = tiles if is_matrix else lines_of([tile for row in tiles for tile in row], _MAX_MAPS)
-        of_images.append([[None if j else image, *line] for j, line in enumerate(lines)])
-    pages = {f"attention-{number}": rows for number, rows in enumerate(of_images, start=1)}
-    if not is_matrix:
-        pages = {"attention": [line for rows in of_images for line in rows]}
+        rows += [[None if number else image, *line] for number, line in enumerate(lines_of(tiles, _MAX_MAPS))]
     title = "Attention of the class token" if config.pool in ("token", "both") else "Attention, mean of all patches"
     if POOLING in layers:
         title = f"Attention of the pool's query{'; of blocks, the mean of all patches' if len(layers) > 1 else ''}"
-    return {name: gallery(rows, title, _OWN_SCALE, bar="attention") for name, rows in pages.items()}
+    return gallery(rows, title, _OWN_SCALE, bar="attention")
 
 
 def choose_maps(attention: Attention, layer: str, head: str) -> tuple[Tensor, list[str], list[str]]:
     """(maps (B, layers, heads, h, w), names of the layers, names of the heads) of this choice; see draw_attention."""
-    num_blocks = sum(name != POOLING for name in attention.layers)
-    maps, layers = attention.maps[:, : num_blocks if layer == "mean" else None], attention.layers
+    maps, layers = attention.maps, attention.layers
     heads = [f"head {number + 1}" for number in range(maps.shape[2])]
-    maps, layers = _choose(maps, 1, layers, layer, "mean of the blocks")
-    maps, heads = _choose(maps, 2, heads, head, "mean of the heads")
+    if layer != "all":
+        maps, layers = maps[:, [int(layer) - 1]], [layers[int(layer) - 1]]
+    if head == "mean":
+        return maps.mean(2, keepdim=True), layers, ["mean of the heads"]
+    if head != "all":
+        maps, heads = maps[:, :, [int(head) - 1]], [heads[int(head) - 1]]
     return maps, layers, heads
-
-
-def _choose(maps: Tensor, dim: int, names: list[str], choice: str, mean: str) -> tuple[Tensor, list[str]]:
-    """(maps, their names along `dim`). mean: name of the mean."""
-    if choice == "mean":
-        return maps.mean(dim, keepdim=True), [mean]
-    if choice == "all":
-        return maps, names
-    return maps.narrow(dim, int(choice) - 1, 1), [names[int(choice) - 1]]
 
 
 def draw_rollout(attention: Attention, config: ViTConfig, inputs: Sequence[Tile]) -> Figure:

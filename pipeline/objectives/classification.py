@@ -38,8 +38,7 @@ class Classification(Objective):
     @classmethod
     def metrics(cls, config: RunConfig) -> Metrics:
         accuracy = Metric("proportion", "higher")
-        asked = {"kappa": Metric("", "higher")} if config.evaluate.ordinal else {}
-        asked |= {"map": Metric("share", "higher")} if config.evaluate.mean_ap else {}
+        asked = {"map": Metric("share", "higher")} if config.evaluate.mean_ap else {}
         return {**asked, "top1": accuracy, "top5": accuracy, **super().metrics(config)}
 
     @classmethod

@@ -25,7 +25,7 @@ from pipeline.data.dataset.manifest import Dataset, Split
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.cache import Storage
-from pipeline.evaluate import largest_errors, mistakes
+from pipeline.evaluate import mistakes
 from pipeline.evaluate.render import draw_confusion, draw_scatter
 from pipeline.explain import explain
 from pipeline.monitor.page_folder import FIGURES, MISTAKES, PAGE
@@ -84,22 +84,11 @@ def _evaluated(config: RunConfig) -> tuple[Dataset, Split, str]:
     return opened.dataset, opened.evaluation, data.train_split if data.dev_share else ""
 
 
-def _of_numbers(folder: Path, config: RunConfig) -> Iterator[bytes | Files | None]:
-    found = LastNumbers.read(folder)
-    _, split, manifest_split = _evaluated(config)
-    names, shown = config.data.targets, partial(read_shown, split, config)
-    yield draw_scatter(found.values, found.targets, names)
-    errors, pictures = largest_errors.find(
-        found.values, found.targets, names, split, shown, config.data.path, manifest_split
-    )
-    content = largest_errors.blocks(errors, pictures, folder / PAGE / MISTAKES)
-    yield errors.files(pictures) | report(f"Largest errors of {config.name}", content)
-
-
 def _of_evaluation(folder: Path) -> Iterator[bytes | Files | None]:
     config = read_settings(folder)
     if config.labels == "targets":
-        yield from [None, None, *_of_numbers(folder, config)]
+        numbers = LastNumbers.read(folder)
+        yield from [None, None, draw_scatter(numbers.values, numbers.targets, config.data.targets), None]
         return
     found = LastPredictions.read(folder)
     dataset, split, manifest_split = _evaluated(config)

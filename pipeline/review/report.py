@@ -13,7 +13,7 @@ from pipeline.base.page import Block, PngImage, Table, render
 from pipeline.base.progress import duration
 from pipeline.base.trained_on import TRAINED_BY, not_held_out
 from pipeline.base.words import command_line, counted, si
-from pipeline.evaluate import largest_errors, mistakes
+from pipeline.evaluate import mistakes
 from pipeline.experiment.table import TEMPLATES
 from pipeline.experiment.vtab_report import score_table
 from pipeline.monitor.export import read_states
@@ -72,10 +72,6 @@ def page(title: str, record: RunRecord) -> dict[str, bytes | str | None]:
     if found := mistakes.Mistakes.read(folder):
         of_run, pictures_of_mistakes = found
         of_mistakes = mistakes.blocks(of_run, pictures_of_mistakes, folder, drawn.get("confusion"))
-    elif numbers := largest_errors.LargeErrors.read(folder):
-        errors, pictures_of_mistakes = numbers
-        scatter = [picture for name, picture in drawn.items() if name == "scatter"]
-        of_mistakes = [*scatter, *largest_errors.blocks(errors, pictures_of_mistakes, folder)]
     drawn.pop("curves", None)  # Drawn here.
     pictures = list(drawn.values())
     # An evaluation has one point, at step 0.

@@ -508,8 +508,6 @@ class EvaluateConfig(Settings):
     """Interval between evaluations; the last step always has one."""
     batch: Batch = 64
     """Images per forward pass of one rank."""
-    ordinal: bool = False
-    """The classes are grades in the order of the data set (0 to 4, say): the score is quadratic weighted kappa."""
     mean_ap: bool = False
     """Images have several labels: the score is mAP, the mean over labels of the average precision. Each rank holds the
     probabilities of all classes for all images that are evaluated.

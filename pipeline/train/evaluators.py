@@ -161,7 +161,7 @@ class SplitEvaluator(Evaluator):
         asked, num_classes = config.evaluate, self.run.data.dataset.num_classes
         forward = self.watched(step, "evaluation", engine.forward)
         predictions = predict(forward, reader, objective.loss_kind, keeps_all=asked.mean_ap)
-        scores = score(predictions, split, num_classes, objective.loss_kind, asked.ordinal)
+        scores = score(predictions, split, num_classes, objective.loss_kind)
         if asked.mean_ap:
             of_labels = mean_average_precision(predictions, split, num_classes)
             scores = replace(scores, map=of_labels.value, map_low=of_labels.low, map_high=of_labels.high)

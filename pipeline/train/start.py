@@ -161,8 +161,6 @@ def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
 
     objectives.check(config, data.dataset.num_classes, data.dataset.classes)
     objectives.check_pixels(config, data.split.pixels)
-    for split in data.evaluated.values() if config.evaluate.ordinal else ():
-        split.refuse_several_labels("evaluate.ordinal=true")
     if not config.init.weights:  # Refuses what cannot be built while there is no run folder yet.
         objectives.new_backbone(config, data.dataset.num_classes, data.split.pixels)
     plan = plan.measuring(config, data.dataset.num_classes)

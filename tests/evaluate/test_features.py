@@ -1,4 +1,4 @@
-"""launch/features.py: the vectors are the model's own, for any place of images; similar images are those of numpy."""
+"""launch/features.py: the vectors are the model's own, for any place of images."""
 
 import json
 import shutil
@@ -46,8 +46,8 @@ def settings(weights: Path, images: object, out: Path, *more: str) -> list[str]:
     return [f"weights={weights}", images_given(images), f"out={out}", "device=cpu", "batch=2", *more]
 
 
-def run(weights: Path, images: object, out: Path, *more: str) -> list[tuple[str, float]]:
-    return features.run(schema.load(FeaturesConfig, None, settings(weights, images, out, *more)))
+def run(weights: Path, images: object, out: Path, *more: str) -> None:
+    features.run(schema.load(FeaturesConfig, None, settings(weights, images, out, *more)))
 
 
 def expected(weights: Path, keys: list[str], **changes: object) -> np.ndarray:
@@ -133,24 +133,3 @@ def test_another_size_is_read_by_the_kernel_of_the_weights(photos: Path, tmp_pat
     np.testing.assert_allclose(found, expected(weights, keys, image_size=16), atol=1e-5)
     zoom = save(tmp_path / "zoom.pt")
     assert np.abs(found - expected(zoom, keys, image_size=16)).max() > 1e-3
-
-
-def test_the_most_similar_images_are_drawn(photos: Path, tmp_path: Path) -> None:
-    weights, out = save(tmp_path / "random.pt", 0), tmp_path / "table.parquet"
-    (tmp_path / "query.png").write_bytes((photos / "bee" / "3.png").read_bytes())
-    found = run(weights, photos, out, f"like={tmp_path / 'query.png'}")
-
-    rows = [row for row in pq.read_table(out).to_pylist() if row["vector"]]
-    vectors = np.array([row["vector"] for row in rows])
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    query = vectors[[Path(row["key"]).stem for row in rows].index("3")]
-    cosines = vectors @ query
-    order = np.argsort(-cosines)
-    assert [key for key, _ in found] == [rows[i]["key"] for i in order]
-    np.testing.assert_allclose([cosine for _, cosine in found], cosines[order], atol=1e-6)
-    assert found[0] == (str(photos / "bee" / "3.png"), pytest.approx(1))
-    sheet = np.asarray(Image.open(tmp_path / "table.similar.png").convert("RGB"))
-    assert sheet.std() > 10
-
-    # Fewer than 16: all that can be read.
-    assert len(found) == NUM_IMAGES - 1

@@ -1,4 +1,4 @@
-"""Scores of grades, numbers and several labels, against scikit-learn and scipy, and the coverage of their intervals."""
+"""Scores of numbers and several labels, against scikit-learn and scipy, and the coverage of their intervals."""
 
 import numpy as np
 import pytest
@@ -6,24 +6,13 @@ from scipy import stats
 from sklearn import metrics
 
 from pipeline.evaluate import differences
-from pipeline.evaluate.intervals import CORRELATION, Bootstrap
-from pipeline.evaluate.measures import Ranking, mae, places, quadratic_kappa, r2, rmse, spearman
+from pipeline.evaluate.intervals import EXPLAINED, Bootstrap
+from pipeline.evaluate.measures import Ranking, mae, places, r2, rmse, spearman
 
 
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
-
-
-def test_quadratic_kappa_of_weighted_samples_equals_scikit_learns(rng: np.random.Generator) -> None:
-    for num_classes in (2, 5, 30):
-        true = rng.integers(0, num_classes, 200)
-        predicted = np.clip(true + rng.integers(-2, 3, 200), 0, num_classes - 1)
-        drawn = rng.integers(0, 3, 200)
-        expected = metrics.cohen_kappa_score(true, predicted, weights="quadratic", sample_weight=drawn)
-        assert quadratic_kappa(true, predicted, drawn.astype(float)) == pytest.approx(expected, abs=1e-12)
-    same = np.full(5, 3)
-    assert np.isnan(quadratic_kappa(same, same, np.ones(5)))
 
 
 def test_scores_of_weighted_numbers_equal_scikit_learns_and_scipys(rng: np.random.Generator) -> None:
@@ -54,38 +43,37 @@ def test_average_precision_equals_scikit_learns(rng: np.random.Generator) -> Non
     assert np.isnan(none.average_precision(np.ones(80)))
 
 
-def _kappas(pairs: list[tuple[np.ndarray, np.ndarray]], groups: np.ndarray | None) -> Bootstrap:
+def _drawn(true: np.ndarray, models: list[np.ndarray], groups: np.ndarray | None) -> Bootstrap:
     return Bootstrap.of(
-        lambda weights: np.array([quadratic_kappa(*pair, weights) for pair in pairs]),
-        len(pairs[0][0]),
+        lambda weights: np.array([r2(true, model, weights) for model in models]),
+        len(true),
         groups,
-        5_000_000 // len(pairs[0][0]),
+        5_000_000 // len(true),
     )
+
+
+def _r2(true: np.ndarray, predicted: np.ndarray) -> float:
+    return r2(true, predicted, np.ones(len(true)))
 
 
 @pytest.mark.parametrize(("num_groups", "size", "least"), [(0, 150, 0.88), (8, 25, 0.85)])
 def test_intervals_cover_the_truth(rng: np.random.Generator, num_groups: int, size: int, least: float) -> None:
-    """Of 60 draws, whose groups differ in how they are graded; over images, intervals of few groups are far too
+    """Of 60 draws, whose groups differ in how they are measured; over images, intervals of few groups are far too
     narrow.
     """
 
     def draw(num: int, each: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         groups = np.repeat(np.arange(num), each)
-        latent = rng.normal(size=len(groups))
-        bias = rng.normal(size=num)[groups] * bool(num_groups)
-        noise = rng.normal(size=len(groups)) * 0.7
-        return *(np.digitize(values, [-1, 0, 1]) for values in (latent, latent + bias + noise)), groups
+        true = rng.normal(size=len(groups))
+        bias = 0.5 * rng.normal(size=num)[groups] * bool(num_groups)
+        return true, true + bias + 0.4 * rng.normal(size=len(groups)), groups
 
-    def kappa(true: np.ndarray, predicted: np.ndarray) -> float:
-        return quadratic_kappa(true, predicted, np.ones(len(true)))
-
-    truth = kappa(*draw(20_000, 1 if not num_groups else size)[:2])
+    truth = _r2(*draw(20_000, 1 if not num_groups else size)[:2])
     covered, of_images = 0, 0
     for _ in range(60):
         true, predicted, groups = draw(num_groups, size) if num_groups else draw(size, 1)
         for of in (groups, None):
-            drawn = _kappas([(true, predicted)], of)
-            low, high = drawn.interval([kappa(true, predicted)], [CORRELATION])[:, 0]
+            low, high = _drawn(true, [predicted], of).interval([_r2(true, predicted)], [EXPLAINED])[:, 0]
             covered += of is groups and low <= truth <= high
             of_images += of is None and low <= truth <= high
     assert covered / 60 >= least
@@ -94,22 +82,21 @@ def test_intervals_cover_the_truth(rng: np.random.Generator, num_groups: int, si
 
 
 def test_difference_of_two_models_on_the_same_images(rng: np.random.Generator) -> None:
-    true = rng.integers(0, 5, 300)
-    good, bad = (np.clip(true + rng.integers(-spread, spread + 1, 300), 0, 4) for spread in (1, 3))
+    true = rng.normal(size=300)
+    good, bad = (true + rng.normal(0, spread, 300) for spread in (0.3, 0.8))
     groups = np.arange(300) // 60
-    values = [quadratic_kappa(true, predicted, np.ones(300)) for predicted in (good, bad)]
+    values = [_r2(true, predicted) for predicted in (good, bad)]
     over_images, over_groups = (
-        differences.of_same_draws(*values, _kappas([(true, good), (true, bad)], of), of is not None)
-        for of in (None, groups)
+        differences.of_same_draws(*values, _drawn(true, [good, bad], of), of is not None) for of in (None, groups)
     )
     assert over_images.value == pytest.approx(values[0] - values[1])
     assert over_images.low < over_images.value < over_images.high
     assert over_images.p < 0.001
     assert over_groups.p > over_images.p
     # Of one group, nothing follows; nor is a model better than itself.
-    one = differences.of_same_draws(*values, _kappas([(true, good), (true, bad)], np.zeros(300, int)), True)
+    one = differences.of_same_draws(*values, _drawn(true, [good, bad], np.zeros(300, int)), True)
     assert (one.p, one.low, one.high) == (1.0, -np.inf, np.inf)
-    assert differences.of_same_draws(values[0], values[0], _kappas([(true, good)] * 2, None), False).p == 1.0
-    assert np.isnan(_kappas([(true, good)], np.zeros(300, int)).interval([0.5], [CORRELATION])).all()
-    perfect = _kappas([(true, true)], None)
-    assert perfect.interval([1.0], [CORRELATION]).ravel().tolist() == [1.0, 1.0]
+    assert differences.of_same_draws(values[0], values[0], _drawn(true, [good] * 2, None), False).p == 1.0
+    assert np.isnan(_drawn(true, [good], np.zeros(300, int)).interval([0.5], [EXPLAINED])).all()
+    perfect = _drawn(true, [true], None)
+    assert perfect.interval([1.0], [EXPLAINED]).ravel().tolist() == [1.0, 1.0]

@@ -111,7 +111,6 @@ def test_files_and_folders_give_what_the_data_set_gives(weights: Path, data: Dat
     of_folder = {row["image"]: row["probability"] for row in run(weights, folder, "top=1")}
     assert of_folder == {row["image"]: row["probability"] for row in of_files if row["rank"] in (1, None)}
     assert list(of_folder) == sorted(of_folder)
-    assert [row["image"] for row in run(weights, folder / "ant" / "*.png", "top=1")] == [str(paths[0]), str(paths[4])]
 
 
 def test_what_is_left_out_of_files_is_counted(weights: Path, data: Dataset, tmp_path: Path, capsys) -> None:
@@ -217,7 +216,7 @@ def test_names_that_are_no_utf_8_are_shown_and_written(
         str(ROOT / "launch" / "predict.py"),
         f"weights={weights}",
         f"out={out}",
-        f"source={folder}/*",
+        f"source={folder}",
         "device=cpu",
     ]
     monkeypatch.setattr(sys, "stdout", stdout)

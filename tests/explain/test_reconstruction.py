@@ -85,10 +85,9 @@ def test_the_sheet_is_drawn_from_weights_and_runs(
     """A file says what its decoder is, unless it comes from elsewhere."""
     model = small(normalise=False)
     save(model, tmp_path / "mae.safetensors", model.extra() | {"classes": ["of", "the data set"]})
-    found = draw(tmp_path / "mae.safetensors", photos, tmp_path / "out")
+    draw(tmp_path / "mae.safetensors", photos, tmp_path / "out")
     assert "taken as" not in capsys.readouterr().out
     assert np.asarray(Image.open(tmp_path / "out" / "reconstruction.png").convert("RGB")).std() > 5
-    assert explain.metrics(found)["reconstruction_loss"] == pytest.approx(np.mean(found["reconstruction_losses"]))
     models.save(model.backbone, tmp_path / "lejepa.safetensors")
     assert Mae.from_weights(read_weights(tmp_path / "lejepa.safetensors"), print) is None
     save(model, tmp_path / "elsewhere.safetensors", {})

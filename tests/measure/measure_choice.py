@@ -34,8 +34,7 @@ def main(train: str, test: str) -> None:
     def chosen(generator: np.random.Generator) -> np.ndarray:
         candidates = generator.permutation(len(labels))[:CANDIDATES]
         found = features[candidates]
-        none = np.full(len(found), -1, np.float32)
-        return candidates[coverage.choose(coverage.directions(found, found.mean(0)), max(SIZES), none)]
+        return candidates[coverage.choose(coverage.directions(found), max(SIZES))]
 
     def at_random(generator: np.random.Generator) -> np.ndarray:
         return generator.permutation(len(labels))[: max(SIZES)]
@@ -50,7 +49,7 @@ def main(train: str, test: str) -> None:
             for order in of_seeds:
                 rows = order[:size]
                 ridge = fewshot.fit(features[rows], labels[rows], len(classes))
-                scores.append(float((classes[ridge.classify(of_test, STRENGTH)] == true).mean()))
+                scores.append(float((classes[ridge(of_test, STRENGTH).argmax(1)] == true).mean()))
             of_ways.append(np.array(scores))
             interval = intervals.of_seeds(scores)
             cells.append(f"{100 * np.mean(scores):.1f} ({100 * interval.low:.1f} to {100 * interval.high:.1f})")

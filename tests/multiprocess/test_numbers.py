@@ -88,16 +88,9 @@ def test_scores_and_pictures_of_a_report(folder: Path, tmp_path: Path) -> None:
         assert of["r2"] > 0.5, "the number is learned, in its own unit"
     assert scores["r2"] == pytest.approx(np.mean([of["r2"] for of in scores["per_target"]]))
     assert scores["num_groups"] == 10
-    # The worst predictions, with their pictures, in a file that launch/exclude.py reads.
-    errors = list(csv.DictReader((out / "largest_errors.csv").open()))
-    assert len({row["key"] for row in errors}) == len(errors) == 40
-    deviations = [float(row["deviations"]) for row in errors]
-    assert deviations == sorted(deviations, reverse=True)
-    first = table.to_pylist()[table["image"].to_pylist().index(errors[0]["key"])]
-    assert float(errors[0]["predicted"]) == pytest.approx(first[errors[0]["target"]], rel=1e-5)
     assert Image.open(out / "scatter.png").size[0] > 600
     page = (out / "report.html").read_text()
-    assert page.count("data:image/png") == 41
+    assert page.count("data:image/png") == 1
     assert all(name in page for name in TARGETS)
     sent = json.loads((out / "run.json").read_text())["facts"]
     assert sent["score"] == "test_r2"
@@ -125,9 +118,8 @@ def test_runs_are_reported_and_compared(folder: Path, tmp_path: Path) -> None:
         _keep_predictions(run, split)
     assert draw.draw(runs[0], final=False) == []
     assert (runs[0] / "page" / "figures" / "scatter.png").exists()
-    assert (runs[0] / "page" / "mistakes" / "report.html").exists()
     page = report.run(schema.load(RunReportConfig, None, [f"run={runs[0]}", f"out={tmp_path / 'report'}"])).read_text()
-    assert page.count("data:image/png") > 40
+    assert page.count("data:image/png") > 1
     given = [f"runs=[{','.join(map(str, runs))}]", f"out={tmp_path / 'compare'}"]
     records = compare.run(schema.load(CompareConfig, None, given))
     best, worse = (records[name].last_score for name in ("long", "short"))
@@ -170,6 +162,4 @@ def test_what_does_not_fit_is_refused(folder: Path, dataset: Path, tmp_path: Pat
     given = [f"weights={folder / 'runs' / 'long'}", f"data={dataset}", f"out={tmp_path / 'out'}", "device=cpu"]
     with pytest.raises(UserError, match="red"):
         score_report.run(schema.load(ScoreConfig, None, given))
-    with pytest.raises(UserError, match="ordinal"):
-        score_report.run(schema.load(ScoreConfig, None, [*of_images(folder), given[2], "ordinal=true"]))
     assert not (tmp_path / "out").exists()

@@ -15,7 +15,7 @@ from pipeline import model as models
 from pipeline.base.metric import Metric
 from pipeline.evaluate import architecture
 from pipeline.evaluate.differences import BOOTSTRAP, STUDENT
-from pipeline.evaluate.measures import quadratic_kappa
+from pipeline.evaluate.measures import r2
 from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.process.outputs import kind_of
 from pipeline.review import compare, curves, reader, table
@@ -91,19 +91,18 @@ def test_scores_are_sorted_within_their_kind(tmp_path: Path) -> None:
     assert [line[place:].split()[0] for line in lines] == ["test", "test", "kNN", "kNN"]
 
 
-def test_kappas_of_the_same_images_are_compared(tmp_path: Path) -> None:
+def test_r2_of_the_same_images_are_compared(tmp_path: Path) -> None:
     """Also beside a run whose score is an accuracy, which is in a ranking of its own."""
     rng = np.random.default_rng(0)
-    true = rng.integers(0, 5, 400)
-    kappa, runs = {"test_kappa": Metric("", "higher", "eval")}, []
+    true = rng.normal(size=400).astype(np.float32)
+    declared, runs = {"test_r2": Metric("", "higher", "eval")}, []
     for name, spread in (("near", 1), ("far", 3)):
-        predicted = np.clip(true + rng.integers(-spread, spread + 1, 400), 0, 4)
-        score = quadratic_kappa(true, predicted, np.ones(400))
-        runs.append(write_run(tmp_path / name, f"optimizer.lr=0.{spread}", evaluations={20: score}, declared=kappa))
-        arrays = {"rows": np.arange(400), "true": true, "predicted": predicted}
+        values = true + rng.normal(0, 0.2 * spread, 400).astype(np.float32)
+        score = r2(true.astype(float), values.astype(float), np.ones(400))
+        runs.append(write_run(tmp_path / name, f"optimizer.lr=0.{spread}", evaluations={20: score}, declared=declared))
+        arrays = {"rows": np.arange(400), "targets": true[:, None], "values": values[:, None]}
         (runs[-1] / "page").mkdir(exist_ok=True)
-        shares = dict.fromkeys(("probability", "of_label"), np.ones(400))
-        np.savez(runs[-1] / "page" / "predictions.npz", **arrays, **shares)
+        np.savez(runs[-1] / "page" / "predictions.npz", **arrays)
     runs.append(write_run(tmp_path / "other", evaluations={20: 0.99}))
     records = compare.named([from_folder(run) for run in runs])
     graded, _ = compare.groups_of(records)

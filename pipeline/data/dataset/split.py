@@ -140,14 +140,6 @@ class Split:
                 f"{where}: split {self.name!r} has {missing}, so nothing can be scored on it. Name another split."
             )
 
-    def refuse_several_labels(self, setting: str) -> None:
-        """Raise UserError if images have several labels, which are no grade. setting: that reads one."""
-        if self.max_labels > 1:
-            raise UserError(
-                f"{setting} scores the distance from the true grade, and images of split {self.name!r} have up to"
-                f" {self.max_labels} labels. Leave it out, or use a data set with one label an image."
-            )
-
     @cached_property
     def groups(self) -> np.ndarray | None:
         """int64 (n,), the number of each sample's group, such as of a patient, in this split of the data set; None if

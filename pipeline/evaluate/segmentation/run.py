@@ -200,15 +200,12 @@ def _check_model(config: SegmentConfig, loaded: LoadedModel) -> None:
 
 
 def _scored_on(config: SegmentConfig) -> tuple[str, str]:
-    """(name of the data, its split) that is scored on: of a data set its own; else by the last folders of the path,
-    without wildcards.
-    """
+    """(name of the data, its split) that is scored on: of a data set its own; else by the last folders of the path."""
     place = (config.val_source or config.images)[0].rstrip("/")
-    parts = [part for part in Path(place).parts if not set(part) & set("*?[/") and part not in (".", "..", "images")]
-    names = parts or ["images"]
     if is_dataset([place]):
-        return names[-1], config.val_split or _HELD_OUT
-    split = names.pop() if names[-1].lower() in _SPLITS and len(names) > 1 else "val"
+        return Path(place).name, config.val_split or _HELD_OUT
+    names = [part for part in Path(place).absolute().parts if part != "images"]
+    split = names.pop() if names[-1].lower() in _SPLITS else "val"
     return names[-1], split if config.val_source else _HELD_OUT
 
 

@@ -13,7 +13,6 @@ from pipeline.settings.schema import Settings, setting
 from pipeline.settings.shared import MlflowConfig
 from pipeline.settings.yaml_reader import as_typed
 
-_ONE_OR_ALL = "^(all|mean|[1-9][0-9]*)$"
 TrainedLoss = Literal["auto", "softmax", "sigmoid"]
 Drawing = Literal[
     "attention",
@@ -96,8 +95,6 @@ class ScoreConfig(LossConfig, ViewConfig, ProbeConfig, MlflowConfig):
     """Score the weights' own head; false scores only features (for other classes)."""
     match_classes: bool = True
     """Match classes by name, and refuse data with one that the weights do not have; false: by number."""
-    ordinal: bool = setting(False, needs="classify")
-    """The classes are grades in the order of the data set (0 to 4, say): also score quadratic weighted kappa."""
     folds: NonNegativeInt = 0
     """To find wrong labels, in place of all other scores: predict each image of split by a linear layer on the features
     that is fitted to the images of the other folds (5, say); 0: off.
@@ -122,13 +119,13 @@ class ExportConfig(Settings):
 
     weights: PathText
     """Weights: a run, a checkpoint, other projects', or OWNER/NAME on the Hugging Face hub (docs/weights.md)"""
-    format: Literal["auto", "safetensors", "timm", "huggingface", "onnx", "huggingface_mae"] = "auto"
-    """safetensors: our format; timm, huggingface: folders that these libraries load; onnx: a graph, with a script that
+    format: Literal["auto", "safetensors", "huggingface", "onnx", "huggingface_mae"] = "auto"
+    """safetensors: our format; huggingface: a folder that transformers loads; onnx: a graph, with a script that
     predicts classes by it; huggingface_mae: MAE with its decoder, as transformers loads it. auto: by the suffix of out
     (.safetensors, .onnx)
     """
     out: PathText = setting(output="new")
-    """File (.safetensors, .onnx), or for timm, huggingface and huggingface_mae a new folder"""
+    """File (.safetensors, .onnx), or for huggingface and huggingface_mae a new folder"""
     image_size: ImageSize | None = None
     """Size of the input images in pixels: a side, or height x width; null is the weights' own."""
     head: bool = True
@@ -144,7 +141,7 @@ class ExportConfig(Settings):
         if (suffix := Path(self.out).suffix[1:]) in _OF_ONE_FILE:
             return suffix
         raise UserError(
-            f"out = {as_typed(self.out)} does not say the format. Set format=timm, huggingface or huggingface_mae for a"
+            f"out = {as_typed(self.out)} does not say the format. Set format=huggingface or huggingface_mae for a"
             " folder, or end the name of a file in .safetensors or .onnx."
         )
 
@@ -162,7 +159,7 @@ class GivenConfig(Settings):
 
     needs_images: ClassVar[bool] = True
     source: list[PathText] = []
-    """Images: image files and folders (with wildcards * and ?)."""
+    """Images: image files and folders."""
     data: PathText = ""
     """In place of source: folder or URL (s3://, gs://) of a data set, made by launch/shard.py."""
     exclude: str = setting("all", needs="data")
@@ -217,9 +214,6 @@ class FeaturesConfig(LookConfig):
     """image: a vector for each image, what the head reads. patches: one for each patch, after the last norm."""
     out: PathText = setting(output="new")
     """File for the table, .parquet; for tokens=patches a new folder: a .npy for each image, and index.parquet"""
-    like: PathText = setting("", needs="tokens=image")
-    """An image file: the 16 most similar images are drawn on a sheet beside the table, .similar.png. Empty draws none.
-    """
 
     def check(self) -> None:
         """Check that out suits what is written. Raises UserError."""
@@ -237,12 +231,6 @@ class ChooseConfig(LookConfig):
     """Images that are looked at and chosen from, a random part of more. All are compared with each other: 0.4 GB of
     memory for 10,000, four times as much for twice as many.
     """
-    labelled: list[PathText] = []
-    """Images that have labels already: what resembles them is not chosen again. Files and folders as of source, or one
-    data set; of one with labels, those that have one. All are read.
-    """
-    labelled_split: str = setting("train", needs="labelled")
-    """If labelled is a data set: its split."""
     seed: Seed = 0
     """Seed of the random part."""
     out: PathText = setting(output="new")
@@ -262,9 +250,9 @@ class ExplainConfig(LossConfig, LookConfig, MlflowConfig):
 
     draw: list[Drawing] = []
     """Figures to draw, as [attention,rollout]; empty is all that the model has."""
-    layer: str = setting("all", pattern=_ONE_OR_ALL, needs="draw=attention")
-    """attention: block, a number from 1, all, or mean."""
-    head: str = setting("mean", pattern=_ONE_OR_ALL, needs="draw=attention")
+    layer: str = setting("all", pattern="^(all|[1-9][0-9]*)$", needs="draw=attention")
+    """attention: block, a number from 1, or all."""
+    head: str = setting("mean", pattern="^(all|mean|[1-9][0-9]*)$", needs="draw=attention")
     """attention: head, a number from 1, all, or mean."""
     normalise: bool | None = setting(None, needs="draw=reconstruction")
     """reconstruction: whether MAE's decoder predicts normalised pixels; null is what the weights say, or true."""
