@@ -366,22 +366,3 @@ def draw_scores(points: Sequence[Point], lines: Sequence[Line], results: StudyRe
     style_axes(axes)
     add_legend(figure, loc="outside right upper", fontsize=8)
     return png(figure)
-
-
-def draw_differences(found: Sequence[Tested], results: StudyResults) -> bytes:
-    """PNG of an ablation: each model's difference to the first with its 95 % interval, the best at the top."""
-    figure = Figure(figsize=(9, 1.5 + 0.42 * len(found)), dpi=110, layout="constrained")
-    axes = figure.add_subplot()
-    axes.axvline(0, color="0.35", linewidth=1)
-    values = np.array([one.first.mean - one.second.mean for one in found])
-    spans = zip((one.difference for one in found), values, strict=True)
-    ends = [(span.low, span.high) if span else (value, value) for span, value in spans]
-    bars = 100 * np.abs(np.array(ends).T - values)
-    axes.errorbar(100 * values, range(len(found)), xerr=bars, fmt="o", color=COLOURS[0], capsize=3)
-    labels = [f"{shorten(one.first.model, _MAX_NAME)}: {one.first.text} %" for one in found]
-    axes.set_yticks(range(len(found)), labels, parse_math=False)
-    axes.invert_yaxis()
-    base = f"{shorten(found[0].second.model, _MAX_NAME)}: {found[0].second.text} %"
-    axes.set_xlabel(f"{results.score}: difference to {base}, points", parse_math=False)
-    style_axes(axes, "x")
-    return png(figure)
