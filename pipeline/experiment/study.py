@@ -190,7 +190,6 @@ def _cells_table(results: StudyResults) -> Table:
     rows = [
         (
             cell.name,
-            cell.family,
             f"{cell.state}: {cell.reason}" if cell.reason else cell.state,
             *(f"{100 * cell.scores[name]:.2f}" if name in cell.scores else "–" for name in names),
             f"{cell.data_size:,}",
@@ -203,7 +202,7 @@ def _cells_table(results: StudyResults) -> Table:
         for cell in results.cells
     ]
     last = ("training images", unit, "steps", "images seen", "parameters", "time")
-    return Table(("cell", "family", "state", *(f"{name}, %" for name in names), *last), rows)
+    return Table(("cell", "state", *(f"{name}, %" for name in names), *last), rows)
 
 
 # -------------------------------------------------------------------- the cells
@@ -312,7 +311,6 @@ def _cells_of(
         except UserError as error:
             raise UserError(f"cell {name}: {error}") from None
         cell = _with_cost(replace(cell, group=model.name), data, built, flops, steps)
-        cell.facts["family"] = model.family or model.name
         found.append((cell, [_finetune(file, cell, built) for file in config.finetune]))
     return found
 

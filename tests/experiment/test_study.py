@@ -42,7 +42,7 @@ def make(base: Path, text: str, *overrides: str) -> StudyConfig:
 SIZES = """
 name: sizes
 question: data_size
-models: [{name: wide, family: ViT, settings: [model.width=32]}, {name: slim, family: ViT}]
+models: [{name: wide, settings: [model.width=32]}, {name: slim}]
 data_sizes: [50, 100%]
 seeds: [0, 1]
 """
@@ -70,7 +70,6 @@ def test_each_combination_is_a_cell(base: Path) -> None:
         (seed, size) for seed in (0, 1) for size in (50, 150)
     }
     assert [cell.flops for cell in study.cells] == sorted(cell.flops for cell in study.cells), "cheapest first"
-    assert {cell.facts["family"] for cell in study.cells} == {"ViT"}
     wide = next(cell for cell in study.cells if cell.name == "wide-n50-seed1")
     assert wide.config.model.width == 32
     assert wide.folder == base.parent / "runs" / "sizes" / "wide-n50-seed1"
@@ -232,7 +231,7 @@ def test_a_started_study_may_grow_but_not_change(base: Path) -> None:
     for change, message in (
         ("settings=[optimizer.lr=0.5]", "optimizer.lr was 0.001, is 0.5 in slim-n50-seed0"),
         (
-            "models=[{name: wide, family: ViT, settings: [model.width=48]}]",
+            "models=[{name: wide, settings: [model.width=48]}]",
             "model.width was 32, is 48 in wide-n50-seed0",
         ),
     ):

@@ -110,8 +110,6 @@ class StudyModel(Settings):
 
     name: str = setting(pattern="^[A-Za-z0-9][A-Za-z0-9+_.-]*$")
     """Name in figures and run names"""
-    family: str = ""
-    """Models of one family share a line in figures and a fit; empty is the model's name."""
     settings: list[str] = []
     """Its settings, over those of the study, as [model.name=ViT-S/16,optimizer.lr=0.001]."""
     speed: NonNegativeFloat = 0.0
