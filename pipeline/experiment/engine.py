@@ -126,7 +126,7 @@ class Experiment:
     comes before it.
 
     shared: what all results depend on, see `claim`. score: the one that is shown when a run ends. notes:
-    sentences beside the plan. work: does a `job`. rates: FLOP/s of training by group, if lengths are in minutes.
+    sentences beside the plan. work: does a `job`.
     """
 
     kind: str
@@ -136,7 +136,6 @@ class Experiment:
     specs: Sequence[Any]
     shared: Mapping[str, Any]
     notes: list[str]
-    rates: Mapping[str, float] = {}
     work: Any = staticmethod(run_job)
 
     @property

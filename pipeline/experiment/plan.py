@@ -87,7 +87,7 @@ class CostEstimate:
 def estimate(experiment: Experiment, rows: Mapping[str, Row], where: str = "here") -> CostEstimate:
     """Estimate the hours of every run, by the speed of those that are done. where: they train, in words.
 
-    Without them, it is the speeds of the models with `minutes`, or `tflops` of the settings.
+    Without them, it is `tflops` of the settings.
     """
     config, specs = experiment.config, experiment.specs
     measured: dict[str, list[float]] = {}
@@ -101,9 +101,8 @@ def estimate(experiment: Experiment, rows: Mapping[str, Row], where: str = "here
         num_measured = counted(sum(map(len, measured.values())), "run")
         return CostEstimate(hours, f"as measured in {num_measured} of these, {where}")
     rate = config.tflops * 1e12 * max(1, config.gpus)
-    source = f"with {config.tflops:g} TFLOP/s (tflops) a device" if rate else "at the models' speeds"
-    rates = [experiment.rates.get(spec.group, rate) for spec in specs]
-    if not all(rates) or not all(spec.flops for spec in specs):
+    source = f"with {config.tflops:g} TFLOP/s (tflops) a device"
+    if not rate or not all(spec.flops for spec in specs):
         return CostEstimate(
             {},
             f"{where}, at a speed that is known when the first has ended, or by tflops=..., what a device keeps up"
@@ -111,8 +110,7 @@ def estimate(experiment: Experiment, rows: Mapping[str, Row], where: str = "here
         )
     if any(spec.config.engine.compile for spec in specs):  # Measured hours include it.
         source += ", without the time to compile the models (engine.compile)"
-    seconds = [spec.flops / rate + _SECONDS_OF_A_PROCESS for spec, rate in zip(specs, rates, strict=True)]
-    hours = {spec.name: one / 3600 for spec, one in zip(specs, seconds, strict=True)}
+    hours = {spec.name: (spec.flops / rate + _SECONDS_OF_A_PROCESS) / 3600 for spec in specs}
     return CostEstimate(hours, f"{source}, {where}")
 
 

@@ -74,9 +74,6 @@ class Study(Experiment):
         self.config, self.folder, self.score = config, Path(config.out) / config.name, config.score
         self.specs, self.notes = _question(config.question).specs(config)
         self.cells = [spec for spec in self.specs if not spec.needs]
-        if config.minutes:
-            speeds = {model.name: model.speed for model in config.models}
-            self.rates = {c.group: c.flops / c.facts["images_seen"] * speeds[c.group] for c in self.cells}
         self.dataset = open_dataset(self.cells[0].config.data.path)
         _refuse_twins(self.cells)
         if not kind_of(self.score):  # A probe's accuracy is of the features, whatever they learnt from.
@@ -289,12 +286,10 @@ def _cells_of(
     flops = objectives.training_flops(first, built)
     stem = f"{model.name}-n{len(data.split.parts[0])}" if config.data_sizes else model.name
     lengths = {str(length).replace(" ", "_").replace("%", "pc"): str(length) for length in config.lengths}
-    fixed = {f"{budget:g}EF": budget * EXA / (flops * batch) for budget in config.budgets}
-    fixed |= {f"{minutes:g}min": minutes * 60 * model.speed / batch for minutes in config.minutes}
-    for label, steps in fixed.items():
-        if not round(steps):
-            raise UserError(f"{label} is less than one step of model {model.name}: give it more.")
-        lengths[label] = f"{round(steps)} steps"
+    for budget in config.budgets:
+        if not (steps := round(budget * EXA / (flops * batch))):
+            raise UserError(f"budget {budget:g} is less than one step of model {model.name}: give it more.")
+        lengths[f"{budget:g}EF"] = f"{steps} steps"
     found = []
     for label, length in (lengths or {"": str(first.train.length)}).items():
         name = "-".join(filter(None, [stem, label, f"seed{seed}"]))

@@ -87,20 +87,13 @@ def test_budgets_are_the_same_compute_for_each_model(base: Path) -> None:
     assert by_name["slim-1e-09EF-seed0"].flops == pytest.approx(by_name["wide-1e-09EF-seed0"].flops, rel=0.2)
 
 
-def test_minutes_are_the_same_time_for_each_model(base: Path) -> None:
-    text = SCALING.replace("budgets: [1.0e-9, 2.0e-9]", "minutes: [0.5, 1]").replace(
-        "{name: slim}", "{name: slim, speed: 8}"
-    )
-    with pytest.raises(UserError, match="minutes needs the speed of model wide"):
-        Study(make(base, text))
-    study = Study(make(base, text.replace("{name: wide,", "{name: wide, speed: 4,")))
-    assert {cell.name: cell.facts["steps"] for cell in study.cells} == {
-        "wide-0.5min-seed0": 5,
-        "wide-1min-seed0": 10,
-        "slim-0.5min-seed0": 10,
-        "slim-1min-seed0": 20,
-    }
-    assert estimate(study, {}).hours["slim-1min-seed0"] == pytest.approx((60 + 20) / 3600)
+def test_models_may_have_lengths_of_their_own_instead(base: Path) -> None:
+    models = "[{name: wide, settings: [model.width=32,train.length=10 steps]}, {name: slim}]"
+    ablation = "name: a\nquestion: ablation\nmodels: " + models + "\nsettings: [train.length=20 steps]"
+    steps = {cell.name: cell.facts["steps"] for cell in Study(make(base, ablation)).cells}
+    assert steps == {"wide-seed0": 10, "slim-seed0": 20}
+    with pytest.raises(UserError, match=r"model wide sets train\.length=10 steps"):
+        make(base, SCALING, f"models={models}")
 
 
 def test_the_examples_of_the_documentation_are_settings(tmp_path: Path) -> None:
@@ -208,7 +201,7 @@ def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path)
         ),
         ("models=[{name: a},{name: a}]", "models has two called 'a'"),
         ("score=5shot", "score = 5shot: these cells will not have it, but top1\\."),
-        ("cooldown=0.5", "cooldown = 0.5 .* lengths or budgets or minutes"),
+        ("cooldown=0.5", "cooldown = 0.5 .* lengths or budgets"),
         (
             "settings=[schedule.warmup=9 steps]",
             "cell wide-n50-seed0: schedule.warmup = 9 steps ",

@@ -59,7 +59,7 @@ def scaling(
     budgets: tuple[float, ...] = (1, 2, 4, 8),
     models: int = 2,
 ) -> StudyResults:
-    """2 kinds of models, by the law of Hoffmann et al. 2022: a larger model is worse on few exaFLOPs and better on many."""
+    """By the law of Hoffmann et al. 2022: a larger model is worse on few exaFLOPs and better on many."""
     generator = np.random.default_rng(3)
     cells = []
     for kind, shift in (("ViT", 0.0), ("BiT", 0.02)):
