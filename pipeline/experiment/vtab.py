@@ -32,7 +32,7 @@ from pipeline.evaluate.loaded_model import output_folder
 from pipeline.experiment import engine, vtab_report
 from pipeline.experiment.engine import Experiment, ExperimentAnswer, read_note, with_note
 from pipeline.experiment.page import PARENT_TAG, ExperimentPage
-from pipeline.experiment.plan import CostEstimate, plan_lines
+from pipeline.experiment.plan import plan_lines
 from pipeline.experiment.table import TO_RUN, Row, read_table
 from pipeline.experiment.vtab_cell import (
     ALL,
@@ -89,8 +89,7 @@ def run_sweep(config: VtabConfig, folder: Path, run_jobs: RunJobs, uri: str = ""
     all other results are written then.
     """
     sweep = Sweep(config, folder, uri)
-    cells, summary = plan_lines(sweep, sweep.known()[1], CostEstimate({}, "at an unknown speed"), 1)
-    print("\n".join([*without_effect(config), *(cells if config.plan else []), *summary]), flush=True)
+    print("\n".join([*without_effect(config), *plan_lines(sweep, sweep.known()[1], {}, 1)]), flush=True)
     return None if config.plan else engine.run(sweep, run_jobs)
 
 

@@ -18,7 +18,7 @@ from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.experiment import study as studies
 from pipeline.experiment.engine import jobs_of, run_one
-from pipeline.experiment.plan import CostEstimate, estimate, write_script
+from pipeline.experiment.plan import hours_of, write_script
 from pipeline.experiment.spec import make_spec
 from pipeline.experiment.study import Study, compute_of_runs, pretraining_compute
 from pipeline.model import create, save
@@ -179,7 +179,7 @@ def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path)
     study = Study(schema.load(StudyConfig, file, more))
     lengths = max(1, len(own.lengths), len(own.budgets))
     assert len(study.cells) == len(own.models) * max(1, len(own.data_sizes)) * lengths * len(own.seeds)
-    assert sum(estimate(study, {}).hours.values()) > 0
+    assert sum(hours_of(study, {}).values()) > 0
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_a_slurm_script_has_a_task_for_each_job(
     assert sorted(listed) == sorted(names(Study(make(base, SIZES))))
     # A task must not write the script again, which it refuses beside cell=.
     monkeypatch.setattr("sys.argv", ["launch/study.py", "--config", "with_slurm.yaml"])
-    write_script(Study(make(base, SIZES)), CostEstimate({}, ""), str(file))
+    write_script(Study(make(base, SIZES)), {}, str(file))
     assert '--config with_slurm.yaml slurm= cell="${' in file.read_text()
 
 

@@ -92,7 +92,7 @@ class ExperimentConfig(Settings):
     report: bool = False
     """Run nothing: write the report of the runs that are done."""
     plan: bool = False
-    """Only list the runs, their compute and hours."""
+    """Only list the runs and their compute, with the hours of all."""
 
     def not_written(self) -> tuple[str, ...]:
         """Outputs that this command does not write: plan only prints."""
