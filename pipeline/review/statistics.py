@@ -16,16 +16,12 @@ from pipeline.evaluate.differences import (
     ScoreDifference,
     holm,
     of_proportions,
-    of_same_draws,
     of_same_groups,
     of_same_images,
     of_seeds,
 )
-from pipeline.evaluate.intervals import Bootstrap
-from pipeline.evaluate.measures import Measure, quadratic_kappa
-from pipeline.evaluate.regression import SCORES, TargetPredictions, measure_of
 from pipeline.monitor.run_page import TEACHER_TAG
-from pipeline.review.record import PREDICTIONS, LastNumbers, LastPredictions, RunRecord
+from pipeline.review.record import PREDICTIONS, LastPredictions, RunRecord
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
@@ -113,11 +109,6 @@ def pairs_of(found: Sequence[Contender]) -> list[Pair]:
         if len(first.values) + len(second.values) > 2:
             num_samples = min(first.num_samples, second.num_samples)
             difference = of_seeds(first.values, second.values, num_samples, first.metric.is_share)
-        elif not first.num_samples:
-            found_difference = _of_same_draws(first, second)
-            if found_difference is None:
-                continue
-            difference = found_difference
         elif ours and theirs and np.array_equal(ours[0], theirs[0]):
             groups = ours[2] if len(ours[2]) else theirs[2]
             right = ours[1], theirs[1]
@@ -161,52 +152,6 @@ def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray, np.ndarray] | 
     right = found.predicted == found.true
     is_of_score = len(right) == contender.num_samples and abs(right.sum() - contender.mean * len(right)) < 0.5
     return (np.stack([found.rows, found.true]), right, found.groups) if is_of_score else None
-
-
-def _of_same_draws(first: Contender, second: Contender) -> ScoreDifference | None:
-    """The difference of two kappas or R2 from the last predictions of both runs; None unless these are of the same
-    images, and give the scores. Raises UserError for a damaged file.
-    """
-    folders = [contender.record.folder for contender in (first, second)]
-    if not all((folder / PREDICTIONS).exists() for folder in folders):
-        return None
-    found = {"kappa": _kappas, "r2": _r2s}.get(kind_of(first.record.scored), lambda folders: None)(folders)
-    if found is None:
-        return None
-    measure, num, groups = found
-    if not num or not np.allclose(measure(np.ones(num)), [first.mean, second.mean], atol=1e-5):
-        return None
-    groups = groups if len(groups) else None
-    return of_same_draws(first.mean, second.mean, Bootstrap.of(measure, num, groups), groups is not None)
-
-
-# What measures the scores of two runs on the same samples; their number; their groups, if there are some.
-_Joint = tuple[Measure, int, np.ndarray] | None
-
-
-def _kappas(folders: Sequence[Path]) -> _Joint:
-    one, other = (LastPredictions.read(folder) for folder in folders)
-    if not (np.array_equal(one.rows, other.rows) and np.array_equal(one.true, other.true)):
-        return None
-    known = (one.true >= 0) & (one.predicted >= 0) & (other.predicted >= 0)
-    pairs = [(one.true[known].astype(float), found.predicted[known].astype(float)) for found in (one, other)]
-
-    def measure(weights: np.ndarray) -> np.ndarray:
-        return np.array([quadratic_kappa(*pair, weights) for pair in pairs])
-
-    return measure, len(pairs[0][0]), one.groups[known] if len(one.groups) else one.groups
-
-
-def _r2s(folders: Sequence[Path]) -> _Joint:
-    one, other = (LastNumbers.read(folder) for folder in folders)
-    if not (np.array_equal(one.rows, other.rows) and np.array_equal(one.targets, other.targets, equal_nan=True)):
-        return None
-    known = np.isfinite(one.values).all(1) & np.isfinite(other.values).all(1)
-    targets, readable = one.targets[known], np.ones(known.sum(), bool)
-    both = [measure_of(TargetPredictions(found.values[known], targets, readable, {})) for found in (one, other)]
-    mean = SCORES.index("r2") - len(SCORES)  # The means over the targets come last.
-    groups = one.groups[known] if len(one.groups) else one.groups
-    return lambda weights: np.array([measure(weights)[mean] for measure in both]), len(targets), groups
 
 
 # ---------------------------------------------------------------------- what can be compared

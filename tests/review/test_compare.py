@@ -14,8 +14,7 @@ from review_runs import write_run
 from pipeline import model as models
 from pipeline.base.metric import Metric
 from pipeline.evaluate import architecture
-from pipeline.evaluate.differences import BOOTSTRAP, STUDENT
-from pipeline.evaluate.measures import quadratic_kappa
+from pipeline.evaluate.differences import STUDENT
 from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.process.outputs import kind_of
 from pipeline.review import compare, curves, reader, table
@@ -89,31 +88,6 @@ def test_scores_are_sorted_within_their_kind(tmp_path: Path) -> None:
     header, *lines = list(compare.summary(records, compare.groups_of(records)))[:5]
     place = header.index("kind of score")
     assert [line[place:].split()[0] for line in lines] == ["test", "test", "kNN", "kNN"]
-
-
-def test_kappas_of_the_same_images_are_compared(tmp_path: Path) -> None:
-    """Also beside a run whose score is an accuracy, which is in a ranking of its own."""
-    rng = np.random.default_rng(0)
-    true = rng.integers(0, 5, 400)
-    kappa, runs = {"test_kappa": Metric("", "higher", "eval")}, []
-    for name, spread in (("near", 1), ("far", 3)):
-        predicted = np.clip(true + rng.integers(-spread, spread + 1, 400), 0, 4)
-        score = quadratic_kappa(true, predicted, np.ones(400))
-        runs.append(write_run(tmp_path / name, f"optimizer.lr=0.{spread}", evaluations={20: score}, declared=kappa))
-        arrays = {"rows": np.arange(400), "true": true, "predicted": predicted}
-        (runs[-1] / "page").mkdir(exist_ok=True)
-        shares = dict.fromkeys(("probability", "of_label"), np.ones(400))
-        np.savez(runs[-1] / "page" / "predictions.npz", **arrays, **shares)
-    runs.append(write_run(tmp_path / "other", evaluations={20: 0.99}))
-    records = compare.named([from_folder(run) for run in runs])
-    graded, _ = compare.groups_of(records)
-    (pair,) = graded.pairs
-    assert (pair.first.names, pair.difference.method) == (("near",), BOOTSTRAP)
-    assert pair.difference.p < 0.001
-    assert any(f"{pair.difference.value:+.4f} (" in claim for claim in compare.claims([graded]))
-    # Without the predictions nothing is known.
-    (runs[0] / "page" / "predictions.npz").unlink()
-    assert compare.groups_of(records)[0].pairs == []
 
 
 def test_a_claim_names_what_differs_in_the_budget(tmp_path: Path) -> None:
