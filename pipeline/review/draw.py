@@ -30,7 +30,8 @@ from pipeline.evaluate.render import draw_confusion, draw_scatter
 from pipeline.explain import explain
 from pipeline.monitor.page_folder import FIGURES, MISTAKES, PAGE
 from pipeline.process.committed import checkpoints_of, newest_complete
-from pipeline.review.figures import draw_run, draw_sheet, read_shown
+from pipeline.review.curves import draw_run
+from pipeline.review.figures import draw_sheet, read_shown
 from pipeline.review.reader import from_folder
 from pipeline.review.record import PREDICTIONS, LastNumbers, LastPredictions
 from pipeline.settings import schema

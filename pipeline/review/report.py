@@ -22,7 +22,7 @@ from pipeline.monitor.page_folder import FIGURES, MISTAKES, PAGE
 from pipeline.process.committed import run_of_checkpoint
 from pipeline.process.outputs import hold, try_output
 from pipeline.review.compare import shown, when, write_report
-from pipeline.review.figures import draw_run
+from pipeline.review.curves import draw_run
 from pipeline.review.reader import from_folder, is_run, read
 from pipeline.review.record import RunRecord, best_of
 from pipeline.review.table import PLACES, row, weights_of
