@@ -13,9 +13,9 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from pipeline.base.metric import SPREAD, title_of
 from pipeline.base.page import COLOURS, PngImage, add_legend, png, style_axes
-from pipeline.base.words import shorten
+from pipeline.base.words import first_of, shorten
 from pipeline.review.record import RunRecord, Series
-from pipeline.review.statistics import Records, by_loss, in_seeds, listed, seed_groups
+from pipeline.review.statistics import Records, by_loss, in_seeds, seed_groups
 
 # More runs than colours differ by the style of their lines.
 _STYLES = ("-", "--", ":", "-.")
@@ -49,7 +49,7 @@ def curves(records: Records) -> list[PngImage]:
         if content := draw_curves({run: records[run] for run in lines}, title, lines, seeds):
             used[file] += 1
             name = f"{file}_{used[file]}.png" if used[file] > 1 else f"{file}.png"
-            about = f"{title} of {listed(list(lines))} against steps, images seen and training FLOPs"
+            about = f"{title} of {first_of(list(lines), 12)} against steps, images seen and training FLOPs"
             pictures.append(PngImage(name, about, content))
     return pictures
 

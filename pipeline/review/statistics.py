@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.base.metric import MAIN, Metric, kind_of
 from pipeline.base.trained_on import TRAINED_BY
-from pipeline.base.words import counted
+from pipeline.base.words import counted, first_of
 from pipeline.evaluate.differences import (
     ScoreDifference,
     holm,
@@ -219,15 +219,15 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
         of_dev = [records[name] for name in group if records[name].split == "dev" and not records[name].scored_split[0]]
         drawn = {(str(one.settings.get("seed")), str(one.settings.get("data.limit"))) for one in of_dev}
         images = "on other images for each seed" if len(drawn) > 1 else "on the same images"
-        yield f"Set {number}, {images} ({scored_on(records[group[0]])[1]}): {listed(group)}."
+        yield f"Set {number}, {images} ({scored_on(records[group[0]])[1]}): {first_of(group, 12)}."
     scored = {name for group in groups for name in group}
     if absent := [name for name in records if name not in scored]:
-        yield f"Without a score: {listed(absent)}."
+        yield f"Without a score: {first_of(absent, 12)}."
     for name, record in records.items():
         held_out = record.dataset("evaluation")
         if held_out and TRAINED_BY in held_out.notes:
             yield f"{name} has no score of held-out images, since {held_out.notes[TRAINED_BY]} trained on them."
-        if record.status not in ("finished", ""):
+        if record.status != "finished":
             yield f"Not as planned: {name} ({record.outcome})."
     seen = {record.images_seen for record in records.values() if record.images_seen}
     if len(seen) > 1:
@@ -260,10 +260,3 @@ def _by_value(records: Records, value: Callable[[RunRecord], V]) -> dict[V, list
 def in_seeds(names: Sequence[str]) -> str:
     """Name of runs that differ only in their seed: the first one's, and their number."""
     return names[0] if len(names) == 1 else f"{names[0]} ({counted(len(names), 'seed')})"
-
-
-def listed(names: Sequence[str], most: int = 12) -> str:
-    """Names in one phrase; of many, the first and the number of the others."""
-    if len(names) <= most:
-        return ", ".join(names)
-    return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} others"

@@ -90,20 +90,6 @@ def test_scores_are_sorted_within_their_kind(tmp_path: Path) -> None:
     assert [line[place:].split()[0] for line in lines] == ["test", "test", "kNN", "kNN"]
 
 
-def test_a_claim_names_what_differs_in_the_budget(tmp_path: Path) -> None:
-    """On the terminal, on top of the page, and in pairs.csv; nothing where the budget is the same."""
-    long = write_run(tmp_path / "long", "optimizer.lr=0.5", steps=50, evaluations={50: 0.9})
-    short = write_run(tmp_path / "short", "optimizer.lr=0.1", steps=20, evaluations={20: 0.5})
-    same = write_run(tmp_path / "same", "optimizer.lr=0.2", steps=50, evaluations={50: 0.6})
-    for runs, told in (((long, short), True), ((long, same), False)):
-        out = tmp_path / "out" / runs[1].name
-        records = compare.run(schema.load(CompareConfig, None, [f"runs=[{','.join(map(str, runs))}]", f"out={out}"]))
-        (claim,) = compare.claims(compare.groups_of(records))
-        (pair,) = csv.DictReader((out / "pairs.csv").open())
-        top = (out / "report.md").read_text().partition("## What")[0]
-        assert ["2.5 times" in text for text in (claim, pair["verdict"], top)] == [told] * 3
-
-
 def test_scores_of_different_images_are_not_ranked_together(tmp_path: Path) -> None:
     same = [
         write_run(tmp_path / f"same{i}", f"seed={i}", f"optimizer.lr=0.{i}", evaluations={20: 0.5 + i / 10})
