@@ -55,7 +55,7 @@ _METHOD = (
     " runs of the largest amount out. A law whose fall may be noise predicts nothing, nor does one whose interval is"
     " wider than the range of all measured errors."
 )
-MARKERS = "os^DvPX<>p"
+_MARKERS = "os^DvPX<>p"
 _MAX_NAME = 34
 
 
@@ -297,7 +297,7 @@ def draw_scores(points: Sequence[Point], lines: Sequence[Line], results: StudyRe
     axes = figure.add_subplot()
     laws = {line.name: line for line in lines if not line.law.why_not}
     colours = dict(zip(results.models, cycle(COLOURS), strict=False))
-    for model, marker in zip(results.models, cycle(MARKERS), strict=False):
+    for model, marker in zip(results.models, cycle(_MARKERS), strict=False):
         own = [point for point in points if point.model == model]
         means, ends = (np.array([get(p) for p in own]) for get in (attrgetter("mean"), attrgetter("ends")))
         bars = 100 * np.abs(ends.reshape(-1, 2).T - means)

@@ -216,8 +216,7 @@ def test_each_question_has_its_table_and_figure(question: str, tmp_path: Path) -
         "continue": "| layer-decay | 3 |",
     }[question]
     assert row in text
-    pictures = {"ablation": set(), "continue": {"domains.png"}}
-    assert {file.name for file in tmp_path.glob("*.png")} == pictures.get(question, {"score.png"})
+    assert (tmp_path / "score.png").exists() == (question not in ("ablation", "continue"))
     rows = list(csv.DictReader((tmp_path / "results.csv").read_text().splitlines()))
     assert [row["name"] for row in rows] == [cell.name for cell in results.cells]
     assert [float(row["scores.top1"]) for row in rows] == [cell.scores["top1"] for cell in results.cells]
