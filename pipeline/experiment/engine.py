@@ -308,24 +308,23 @@ def run_one(experiment: Experiment, name: str) -> None:
         _exit_to_resume(stopped)
 
 
-def on_ray(threads: int, gpus: float, num_tasks: int) -> tuple[RunJobs, int]:
-    """Returns (what runs jobs on the Ray cluster, or on this machine if there is none; how many at a time)."""
+def on_ray(threads: int, gpus: float, num_tasks: int) -> RunJobs:
+    """Returns what runs jobs on the Ray cluster, or on this machine if there is none."""
     from pipeline.cluster import ray_tasks
 
     ray_tasks.connect()
     fitting, num_gpus = ray_tasks.capacity(threads, gpus)
-    limit = num_tasks or fitting
-    return partial(ray_tasks.run_tasks, limit=limit, num_cpus=threads, num_gpus=num_gpus), limit
+    return partial(ray_tasks.run_tasks, limit=num_tasks or fitting, num_cpus=threads, num_gpus=num_gpus)
 
 
-def place(config: ExperimentConfig) -> tuple[RunJobs, int]:
-    """Where a study or a grid does its runs: (what runs jobs there, how many at a time)."""
+def place(config: ExperimentConfig) -> RunJobs:
+    """What runs the jobs of a study or a grid."""
     if config.on == "here" or config.slurm or config.report or config.plan or config.cell:
-        return run_here, max(config.num_tasks, 1)
-    run_jobs, limit = on_ray(config.threads, config.gpus, config.num_tasks)
+        return run_here
+    run_jobs = on_ray(config.threads, config.gpus, config.num_tasks)
     if config.gpus and not run_jobs.keywords["num_gpus"]:  # type: ignore[attr-defined]
         raise UserError(f"gpus = {config.gpus}, but this Ray cluster has no GPU. Use gpus=0 to train on CPUs.")
-    return run_jobs, limit
+    return run_jobs
 
 
 def _run_all(experiment: Experiment, run_jobs: RunJobs, page: ExperimentPage | None) -> None:

@@ -56,18 +56,18 @@ def start(make: Callable[[Any], Experiment], config: Any, run_jobs: RunJobs | No
     if not (config.plan or config.cell or config.slurm):
         hold(folder)
     experiment = make(config)
-    own, at_a_time = engine.place(config)
+    run_jobs = run_jobs or engine.place(config)
     if config.cell:
         engine.run_one(experiment, config.cell)
         return None
     specs, rows = experiment.known()
     hours = hours_of(experiment, rows)
     if not (config.slurm or config.report):
-        print("\n".join(plan_lines(experiment, rows, hours, at_a_time)), flush=True)
+        print("\n".join(plan_lines(experiment, rows, hours)), flush=True)
     if config.slurm:
         experiment.claim(specs)
         write_script(experiment, hours, config.slurm)
-    return None if config.plan or config.slurm else engine.run(experiment, run_jobs or own, config.report)
+    return None if config.plan or config.slurm else engine.run(experiment, run_jobs, config.report)
 
 
 def hours_of(experiment: Experiment, rows: Mapping[str, Row]) -> dict[str, float]:
@@ -89,9 +89,7 @@ def hours_of(experiment: Experiment, rows: Mapping[str, Row]) -> dict[str, float
     return {spec.name: (spec.flops / rate + _SECONDS_OF_A_PROCESS) / 3600 for spec in specs}
 
 
-def plan_lines(
-    experiment: Experiment, rows: Mapping[str, Row], hours: Mapping[str, float], at_a_time: int
-) -> list[str]:
+def plan_lines(experiment: Experiment, rows: Mapping[str, Row], hours: Mapping[str, float]) -> list[str]:
     """Lines of the plan: all runs with their size, length and compute, "-" where unknown; the sums; and notes."""
     table: list[tuple[str, ...]] = [("run", "images", "steps", "exaFLOPs", "state")]
     for name, row in rows.items():
@@ -101,15 +99,14 @@ def plan_lines(
     done = sum(row.state == "done" for row in rows.values())
     summary = f"{counted(len(rows), 'run')}, {done} of them done; {experiment.flops / 1e18:.3g} exaFLOPs are computed"
     if left:
-        alone = max(sum(left) / at_a_time, *left)  # They may not divide evenly.
-        summary += f"; those left take {duration(3600 * alone)}, {at_a_time} at a time"
+        summary += f"; those left take {duration(3600 * sum(left))}, one after the other"
         gpus = experiment.config.gpus
         summary += f", {sum(left) * gpus:,.3g} GPU hours" if gpus else ""
     return [*aligned(table, 1), f"{summary}.", *experiment.notes]
 
 
 def write_script(experiment: Experiment, hours: Mapping[str, float], file: str) -> None:
-    """Write the script, or print it if file is '-'. It repeats the command line of this process."""
+    """Write the script. It repeats the command line of this process."""
     config, jobs = experiment.config, jobs_of(experiment.specs)
     given = [text for text in sys.argv if not text.startswith("slurm=")]
     command = shlex.join([sys.executable, *given, "slurm="])  # It may be in the file of settings.
@@ -119,7 +116,7 @@ def write_script(experiment: Experiment, hours: Mapping[str, float], file: str) 
         name=config.name,
         runs=len(experiment.specs),
         jobs=len(jobs),
-        file=file if file != "-" else "FILE",
+        file=file,
         last=len(jobs) - 1,
         gpus=f"#SBATCH --gpus-per-node={config.gpus}\n" if config.gpus else "",
         cpus=config.threads * max(1, config.gpus),
@@ -128,9 +125,6 @@ def write_script(experiment: Experiment, hours: Mapping[str, float], file: str) 
         names="\n".join(f"  {shlex.quote(job[-1].name)}" for job in jobs),
         command=command,
     )
-    if file == "-":
-        print(text, end="")
-        return
     with replacing(Path(file), mode=0o600) as script:  # The command may hold a password, as in track.uri.
         script.write(as_bytes(text))
     print(f"{file}: {counted(len(jobs), 'array task')}. Submit it with: sbatch {file}")

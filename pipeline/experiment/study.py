@@ -20,7 +20,6 @@ from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.base.metric import kind_of, title_of
 from pipeline.base.page import Block, Heading, Paragraph, Table, markdown, report
-from pipeline.base.progress import duration
 from pipeline.base.words import counted
 from pipeline.checkpoint.store import step_of
 from pipeline.cluster.ray_tasks import RunJobs, shared_path
@@ -31,7 +30,7 @@ from pipeline.estimate.plan import make_plan
 from pipeline.experiment import plan
 from pipeline.experiment.engine import Experiment, ExperimentAnswer, sources_of
 from pipeline.experiment.page import facts_of_splits, tags_of_folder
-from pipeline.experiment.spec import RunSpec, make_spec, settings_of
+from pipeline.experiment.spec import RunSpec, make_spec
 from pipeline.experiment.table import Row, StudyResults, unit_of
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import weights_path
@@ -75,7 +74,6 @@ class Study(Experiment):
         self.specs, self.notes = _question(config.question).specs(config)
         self.cells = [spec for spec in self.specs if not spec.needs]
         self.dataset = open_dataset(self.cells[0].config.data.path)
-        _refuse_twins(self.cells)
         if not kind_of(self.score):  # A probe's accuracy is of the features, whatever they learnt from.
             _check_comparable(self.cells)
         measured = self._measured()
@@ -150,8 +148,7 @@ def report_of(question: str, results: StudyResults) -> ExperimentAnswer:
     metrics = {f"runs_{state}": float(states.count(state)) for state in ("done", "failed", "diverged")}
     metrics["seconds"] = 3600 * sum(cell.hours or 0.0 for cell in results.cells)
     for cell in results.scored(results.score):
-        for name in (_BEST, f"best_{cell.group}"):
-            metrics[name] = max(metrics.get(name, 0.0), cell.scores[results.score])
+        metrics[_BEST] = max(metrics.get(_BEST, 0.0), cell.scores[results.score])
     title = f"Study {results.name}: {question}"
     summary = markdown(title, [first, *[block for block in found if isinstance(block, Table)][:1]])
     about = {"name": results.name, "question": question, "score": results.score, "data": results.data}
@@ -192,13 +189,10 @@ def _cells_table(results: StudyResults) -> Table:
             f"{cell.data_size:,}",
             f"{cell.exaflops / size:.3g}",
             f"{cell.steps:,}",
-            f"{cell.images_seen:,}",
-            f"{cell.parameters:,}",
-            "–" if cell.hours is None else duration(3600 * cell.hours),
         )
         for cell in results.cells
     ]
-    last = ("training images", unit, "steps", "images seen", "parameters", "time")
+    last = ("training images", unit, "steps")
     return Table(("cell", "state", *(f"{name}, %" for name in names), *last), rows)
 
 
@@ -393,16 +387,6 @@ def _finetune(file: str, cell: RunSpec, model: models.Config) -> RunSpec:
 
 
 # -------------------------------------------------------------------- checking them
-def _refuse_twins(cells: list[RunSpec]) -> None:
-    """Raise UserError for two cells that are the same run, also if their lengths have different units."""
-    seen: dict[str, str] = {}
-    for cell in cells:
-        length = {"train.length": cell.facts["steps"], "data.limit": cell.facts["data_size"]}
-        first = seen.setdefault(json.dumps(settings_of(cell) | length, sort_keys=True), cell.name)
-        if first != cell.name:
-            raise UserError(f"{first} and {cell.name} are the same run: leave out one of them.")
-
-
 def _check_comparable(cells: list[RunSpec]) -> None:
     """Raise UserError for objectives whose scores are of different kinds. Data and splits are the same for all."""
     losses = {cell.config.train.loss: cell.name for cell in cells}

@@ -31,7 +31,7 @@ from pipeline.data.storage.checksums import digest_of
 from pipeline.evaluate.loaded_model import output_folder
 from pipeline.experiment import engine, vtab_report
 from pipeline.experiment.engine import Experiment, ExperimentAnswer, read_note, with_note
-from pipeline.experiment.page import PARENT_TAG, ExperimentPage
+from pipeline.experiment.page import ExperimentPage
 from pipeline.experiment.plan import plan_lines
 from pipeline.experiment.table import TO_RUN, Row, read_table
 from pipeline.experiment.vtab_cell import (
@@ -49,7 +49,7 @@ from pipeline.experiment.vtab_cell import (
 from pipeline.experiment.vtab_report import TITLES, column_of, unpublished_warning
 from pipeline.experiment.vtab_tasks import TASKS, Task
 from pipeline.model import files, published
-from pipeline.monitor.mlflow.state import last_uri, run_of_weights, sent_to, tracked_folder_of
+from pipeline.monitor.mlflow.state import run_of_weights, tracked_folder_of
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import RunFacts, split_facts
@@ -76,7 +76,7 @@ def run(config: VtabConfig) -> dict[str, Any] | None:
         hold(folder)
 
     def on_ray(*arguments: Any) -> Iterable[tuple[int, Any]]:  # Connects only when there are cells to run.
-        return engine.on_ray(config.threads, config.gpu_share, config.num_tasks)[0](*arguments)
+        return engine.on_ray(config.threads, config.gpu_share, config.num_tasks)(*arguments)
 
     return run_sweep(config, folder, on_ray, "" if config.plan else tracking_uri(config))
 
@@ -89,7 +89,7 @@ def run_sweep(config: VtabConfig, folder: Path, run_jobs: RunJobs, uri: str = ""
     all other results are written then.
     """
     sweep = Sweep(config, folder, uri)
-    print("\n".join([*without_effect(config), *plan_lines(sweep, sweep.known()[1], {}, 1)]), flush=True)
+    print("\n".join([*without_effect(config), *plan_lines(sweep, sweep.known()[1], {})]), flush=True)
     return None if config.plan else engine.run(sweep, run_jobs)
 
 
@@ -100,15 +100,12 @@ def output(config: VtabConfig) -> Path:
 
 
 def tracking_uri(config: VtabConfig) -> str:
-    """Where a sweep is sent to; "" for mlflow=none. config.weights: a path."""
+    """Where a sweep is sent to; "" for mlflow=none."""
     if config.mlflow:
         return "" if config.mlflow == "none" else config.mlflow
-    if uri := os.environ.get("MLFLOW_TRACKING_URI", ""):
-        return uri
-    run = tracked_folder_of(config.weights)
-    if run and "***" not in (uri := last_uri(run)):  # A password that was not kept.
-        return uri
-    return default_uri(Path(config.out).parent if config.out else Path("runs"))
+    return os.environ.get("MLFLOW_TRACKING_URI", "") or default_uri(
+        Path(config.out).parent if config.out else Path("runs")
+    )
 
 
 class Sweep(Experiment):
@@ -302,9 +299,6 @@ class Sweep(Experiment):
         config, results = self.config, self.results(list(self.known()[1].values()))
         run, run_id = tracked_folder_of(self.named), results["checkpoint"]["run_id"]
         tags = {**vtab_report.tags_of(results), "dataset": "VTAB-1k", "run_folder_path": str(self.folder.resolve())}
-        # In the same store, MLflow shows a link to the run of the weights.
-        if run and (beside := sent_to(run, self.uri).run_id):
-            tags[PARENT_TAG] = beside
         datasets = []
         for task, dataset in self.datasets.items():
             training, test = (split_facts(task, dataset, *of) for of in ((ALL, "training"), (TEST, "evaluation")))

@@ -185,7 +185,6 @@ def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("models=[{name: a},{name: b}]", "a-n50-seed0 and b-n50-seed0 are the same run: leave out one"),
         ("data_sizes=[50,151]", "only|150"),
         ("lengths=[8 steps,9 steps]", "belong to question = scaling"),
         ("models=[{name: a},{name: b,weights: runs/b}]", "weights.*question = labels"),

@@ -86,7 +86,7 @@ class ExperimentConfig(Settings):
     tflops: NonNegativeFloat = 0.0
     """Sustained TFLOP/s of one device in training, for the plan of a study until runs are finished, which say it."""
     slurm: PathText = setting("", output="file")
-    """Write a SLURM script to this file, whose array tasks do the runs, and end. '-' prints it."""
+    """Write a SLURM script to this file, whose array tasks do the runs, and end."""
     cell: str = ""
     """Do this run only (its name), and write no report."""
     report: bool = False
