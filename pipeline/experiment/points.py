@@ -71,7 +71,6 @@ class Point:
 
     model: str
     data_size: int
-    exaflops: float
     x: float
     seeds: tuple[int, ...]
     scores: tuple[float, ...]
@@ -125,7 +124,7 @@ def points_of(results: StudyResults) -> list[Point]:
         effective = min(cell.effective_images.get(name, num) for cell, num in zip(cells, nums, strict=True))
         x = float(data_size) if results.counts_images else first.exaflops / results.unit[0]
         seeds, scores = zip(*((cell.seed, cell.scores[name]) for cell in cells), strict=True)
-        found.append(Point(model, data_size, first.exaflops, x, seeds, scores, min(nums), effective))
+        found.append(Point(model, data_size, x, seeds, scores, min(nums), effective))
     return found
 
 

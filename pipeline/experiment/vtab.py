@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted
-from pipeline.cluster.ray_tasks import RunJobs, shared_path
+from pipeline.cluster.ray_tasks import RunJobs, run_here, shared_path
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
 from pipeline.data.storage.checksums import digest_of
 from pipeline.evaluate.loaded_model import output_folder
@@ -72,13 +72,11 @@ def run(config: VtabConfig) -> dict[str, Any] | None:
         if name != "weights" or not published.is_of_hub(path):
             shared_path(name, path)
     folder = Path(str(shared_path("out", str(output(config)))))
-    if not config.plan:
-        hold(folder)
-
-    def on_ray(*arguments: Any) -> Iterable[tuple[int, Any]]:  # Connects only when there are cells to run.
-        return engine.on_ray(config.threads, config.gpu_share, config.num_tasks)(*arguments)
-
-    return run_sweep(config, folder, on_ray, "" if config.plan else tracking_uri(config))
+    if config.plan:
+        return run_sweep(config, folder, run_here)
+    hold(folder)
+    run_jobs = engine.on_ray(config.threads, config.gpu_share, config.num_tasks)
+    return run_sweep(config, folder, run_jobs, tracking_uri(config))
 
 
 def run_sweep(config: VtabConfig, folder: Path, run_jobs: RunJobs, uri: str = "") -> dict[str, Any] | None:

@@ -133,11 +133,6 @@ class Group:
     def pairs_of_best(self) -> list[Pair]:
         return [pair for pair in self.pairs if pair.first is self.pairs[0].first]
 
-    @property
-    def untested(self) -> list[str]:
-        tested = {name for pair in self.pairs for name in (*pair.first.names, *pair.second.names)}
-        return [name for name in self.records if name not in tested]
-
 
 def groups_of(records: Records) -> list[Group]:
     """The groups of runs whose scores can be compared."""

@@ -27,14 +27,6 @@ from pipeline.settings.commands.reports import RunReportConfig
 from pipeline.settings.run import RunConfig
 
 _TEMPLATE = Path(__file__).parent / "templates" / "run.j2"
-_KINDS = {
-    "pretrain": "pre-training",
-    "finetune": "fine-tuning",
-    "grid": "grid of fine-tunings",
-    "vtab": "VTAB-1k sweep",
-    "data": "job on data",
-    "explain": "explanation of a model",
-}
 # Metrics whose last value is to be known before the scores are trusted.
 _COUNTS = {
     "skipped_steps": "steps skipped for a non-finite gradient or a loss spike",
@@ -42,7 +34,6 @@ _COUNTS = {
     "bad_samples": "training images that could not be read",
     "storage_retries": "storage requests that were tried again",
 }
-_SHOWN_PACKAGES = ("torch", "deepspeed", "ray", "mlflow", "numpy", "pyarrow")
 
 
 def run(config: RunReportConfig) -> Path:
@@ -84,7 +75,6 @@ def page(title: str, record: RunRecord) -> dict[str, bytes | str | None]:
         TEMPLATES,
         record=record,
         of_mistakes=of_mistakes,
-        kind=_KINDS.get(record.kind, record.kind),
         period=[when(seconds) for seconds in record.period],
         problems=list(problems(record)),
         starts=[
@@ -198,10 +188,7 @@ def data(record: RunRecord) -> Table:
 
 
 def code(record: RunRecord) -> Table:
-    packages = [
-        line for line in record.text("environment.txt").splitlines() if line.split("==")[0].lower() in _SHOWN_PACKAGES
-    ]
-    known = row(record.name, record)["Code"] | {"packages": ", ".join(packages)}
+    known = row(record.name, record)["Code"]
     return Table(("", "value"), [(name.replace("_", " "), shown(value)) for name, value in known.items() if value])
 
 

@@ -35,7 +35,7 @@ EXTENDING = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
 
 
 def point(model: str, x: float, *scores: float, seeds: tuple[int, ...] | None = None, num_test: int = 10_000) -> Point:
-    return Point(model, 1000, x, x, seeds or tuple(range(len(scores))), scores, num_test, num_test)
+    return Point(model, 1000, x, seeds or tuple(range(len(scores))), scores, num_test, num_test)
 
 
 def lines_of(results: StudyResults) -> list[Line]:
