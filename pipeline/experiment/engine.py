@@ -125,8 +125,8 @@ class Experiment:
     """A list of runs and the question that their table answers. kind: as `kind` of an MLflow run. specs: what one needs
     comes before it.
 
-    shared: what all results depend on, such as fingerprints of data and SHA-256 of weights. score: the one that is shown
-    when a run ends. notes: sentences beside the plan. work: does a `job`.
+    shared: what all results depend on, such as fingerprints of data and SHA-256 of weights. score: the one that is
+    shown when a run ends. notes: sentences beside the plan. work: does a `job`.
     """
 
     kind: str

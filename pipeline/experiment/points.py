@@ -148,20 +148,6 @@ class Tested:
         return f"{100 * (self.first.mean - self.second.mean):+.2f}", "–", "not known: a single run of each"
 
 
-def tested(pairs: Sequence[tuple[Point, Point]]) -> list[Tested]:
-    """The difference of each pair, with Holm's correction for all of them."""
-    return corrected(pairs, difference)
-
-
-def corrected(
-    pairs: Sequence[tuple[Point, Point]], compare: Callable[[Point, Point], ScoreDifference | None]
-) -> list[Tested]:
-    """As `tested`, with differences by `compare`."""
-    found = [compare(*pair) for pair in pairs]
-    ps = iter(holm([one.p for one in found if one]))
-    return [Tested(*pair, one, next(ps) if one else 1.0) for pair, one in zip(pairs, found, strict=True)]
-
-
 def difference(first: Point, second: Point) -> ScoreDifference | None:
     """First minus second: over seeds, paired from PAIRED_FROM common ones; of single runs over test images; None if
     neither is known.
@@ -176,6 +162,15 @@ def difference(first: Point, second: Point) -> ScoreDifference | None:
     return None
 
 
+def corrected(
+    pairs: Sequence[tuple[Point, Point]], compare: Callable[[Point, Point], ScoreDifference | None] = difference
+) -> list[Tested]:
+    """The difference of each pair, with Holm's correction for all of them."""
+    found = [compare(*pair) for pair in pairs]
+    ps = iter(holm([one.p for one in found if one]))
+    return [Tested(*pair, one, next(ps) if one else 1.0) for pair, one in zip(pairs, found, strict=True)]
+
+
 def differences(results: StudyResults) -> list[Tested]:
     """Each model minus the first of the study, by data size, the best first; [] if that one has no score. Models have
     one length each.
@@ -184,7 +179,7 @@ def differences(results: StudyResults) -> list[Tested]:
     firsts = {point.data_size: point for point in points if point.model in first}
     others = [point for point in points if point.model not in first and point.data_size in firsts]
     others.sort(key=lambda point: (point.data_size, -point.mean))
-    return tested([(point, firsts[point.data_size]) for point in others])
+    return corrected([(point, firsts[point.data_size]) for point in others])
 
 
 def table(found: Sequence[Tested], results: StudyResults, first: str, second: str) -> Table:
@@ -258,7 +253,7 @@ def leads(points: Sequence[Point], tolerance: float) -> list[Tested]:
         if len(best) > 1:
             starts.append(len(pairs))  # The first pair is that of the best and the second.
         pairs += combinations(best.values(), 2)
-    found = tested(pairs)
+    found = corrected(pairs)
     return [found[start] for start in starts]
 
 

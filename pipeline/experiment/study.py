@@ -20,7 +20,7 @@ from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.base.metric import kind_of, title_of
 from pipeline.base.page import Block, Heading, Paragraph, Table, markdown, report
-from pipeline.base.words import counted
+from pipeline.base.words import counted, si
 from pipeline.checkpoint.store import step_of
 from pipeline.cluster.ray_tasks import RunJobs, shared_path
 from pipeline.cluster.status_files import read_end, read_settings
@@ -31,7 +31,7 @@ from pipeline.experiment import plan
 from pipeline.experiment.engine import Experiment, ExperimentAnswer, sources_of
 from pipeline.experiment.page import facts_of_splits, tags_of_folder
 from pipeline.experiment.spec import RunSpec, make_spec
-from pipeline.experiment.table import Row, StudyResults, unit_of
+from pipeline.experiment.table import Row, StudyResults
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.page_folder import PageFolder
@@ -116,9 +116,8 @@ class Study(Experiment):
         config, dataset, run = self.config, self.dataset, self.cells[0].config
         names = [model.name for model in config.models]
         description = (
-            f"**Study** ({config.question}) of {', '.join(names)} on **{dataset.path.name}** (fingerprint"
-            f" `{dataset.fingerprint}`): {counted(len(self.specs), 'run')}, which are shown below this one, compared by"
-            f" {config.score}."
+            f"**Study** ({config.question}) of {', '.join(names)} on **{dataset.path.name}**:"
+            f" {counted(len(self.specs), 'run')}, which are shown below this one, compared by {config.score}."
         )
         return RunFacts(
             config.name,
@@ -409,18 +408,13 @@ def pretraining_compute(config: StudyConfig, uri: str, notes: list[str]) -> floa
         before = " by runs that began with weights whose own pre-training is not known" * (not runs[-1])
         notes.append(
             f"Weights of {', '.join(names)}: {weights}, "
-            + (f"pre-trained for {_in_words(compute)}{before}." if compute else "whose pre-training is not known.")
+            + (f"pre-trained for {si(compute, 'FLOP')}{before}." if compute else "whose pre-training is not known.")
         )
     if not config.equal_compute or not any(found.values()):
         return 0.0
     longest = max(found, key=found.__getitem__)
-    notes.append(f"Models without weights train for {_in_words(found[longest])} more, those of {longest}.")
+    notes.append(f"Models without weights train for {si(found[longest], 'FLOP')} more, those of {longest}.")
     return found[longest]
-
-
-def _in_words(flops: float) -> str:
-    size, unit = unit_of(flops / EXA)
-    return f"{flops / EXA / size:.4g} {unit}"
 
 
 def compute_of_runs(weights: Path) -> list[float]:

@@ -31,7 +31,7 @@ from pipeline.data.storage.checksums import digest_of
 from pipeline.evaluate.loaded_model import output_folder
 from pipeline.experiment import engine, vtab_report
 from pipeline.experiment.engine import Experiment, ExperimentAnswer, read_note, with_note
-from pipeline.experiment.page import ExperimentPage
+from pipeline.experiment.page import ExperimentPage, uri_of_runs
 from pipeline.experiment.plan import plan_lines
 from pipeline.experiment.table import TO_RUN, Row, read_table
 from pipeline.experiment.vtab_cell import (
@@ -53,10 +53,10 @@ from pipeline.monitor.mlflow.state import run_of_weights, tracked_folder_of
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import RunFacts, split_facts
-from pipeline.monitor.tracking import default_uri
 from pipeline.process.outputs import hold
 from pipeline.settings import schema
 from pipeline.settings.commands.transfer import ProtocolConfig, VtabConfig
+from pipeline.settings.run import TrackConfig
 from pipeline.settings.schema import Fact, facts_of, without_effect
 
 CELLS = "cells"
@@ -99,11 +99,8 @@ def output(config: VtabConfig) -> Path:
 
 def tracking_uri(config: VtabConfig) -> str:
     """Where a sweep is sent to; "" for mlflow=none."""
-    if config.mlflow:
-        return "" if config.mlflow == "none" else config.mlflow
-    return os.environ.get("MLFLOW_TRACKING_URI", "") or default_uri(
-        Path(config.out).parent if config.out else Path("runs")
-    )
+    out = str(Path(config.out).parent) if config.out else "runs"
+    return uri_of_runs(config.mlflow, TrackConfig(uri=os.environ.get("MLFLOW_TRACKING_URI", "")), out)
 
 
 class Sweep(Experiment):

@@ -215,11 +215,7 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
             " in one ranking."
         )
     for number, group in enumerate(groups, 1):
-        # data.dev_share draws different images of the same data by the seed.
-        of_dev = [records[name] for name in group if records[name].split == "dev" and not records[name].scored_split[0]]
-        drawn = {(str(one.settings.get("seed")), str(one.settings.get("data.limit"))) for one in of_dev}
-        images = "on other images for each seed" if len(drawn) > 1 else "on the same images"
-        yield f"Set {number}, {images} ({scored_on(records[group[0]])[1]}): {first_of(group, 12)}."
+        yield f"Set {number} ({scored_on(records[group[0]])[1]}): {first_of(group, 12)}."
     scored = {name for group in groups for name in group}
     if absent := [name for name in records if name not in scored]:
         yield f"Without a score: {first_of(absent, 12)}."
