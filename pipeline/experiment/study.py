@@ -220,11 +220,6 @@ def cells(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
             trained[cell.trunk.name] = cell.trunk_steps
             cell = replace(cell, flops=cell.flops * (cell.facts["steps"] - shared) / cell.facts["steps"])
         specs += [cell, *finetunes]
-    if config.cooldown:
-        notes.append(
-            f"The learning rate is constant and falls in the last {config.cooldown:.0%} of each run, so runs of"
-            " different lengths share their first steps; each equals a run of its own with this schedule."
-        )
     return specs, notes
 
 

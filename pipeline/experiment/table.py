@@ -25,11 +25,6 @@ START = "start:"
 TO_RUN: tuple[State, ...] = ("not run", "failed", "damaged")
 
 
-def unit_of(exaflops: float) -> tuple[float, str]:
-    """The largest unit of which this amount is at least one: (in exaFLOPs, name)."""
-    return next((unit for unit in _UNITS if exaflops >= unit[0]), _UNITS[-1])
-
-
 @dataclass(frozen=True)
 class Row:
     """A run of an experiment. All are listed, whatever became of them.
@@ -169,7 +164,8 @@ class StudyResults:
     @cached_property
     def compute_unit(self) -> tuple[float, str]:
         """The unit in which the compute of all cells is shown, that of the longest: (in exaFLOPs, name)."""
-        return unit_of(max((cell.exaflops for cell in self.cells), default=1.0))
+        longest = max((cell.exaflops for cell in self.cells), default=1.0)
+        return next((unit for unit in _UNITS if longest >= unit[0]), _UNITS[-1])
 
     @property
     def unit(self) -> tuple[float, str]:
