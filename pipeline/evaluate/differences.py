@@ -1,7 +1,7 @@
 """Whether two scores differ by more than noise: differences with 95 % intervals, p-values, and a correction for many
 pairs.
 
-Two kinds of noise: which images are in the test set (two proportions; McNemar or bootstrap for the same images), and
+Two kinds of noise: which images are in the test set (two proportions; McNemar for the same images), and
 the seed of training (Student's t over seeds, or over the differences of the same seeds). The tests of the one say
 nothing about the other: `tests/measure/measure_intervals.py`.
 """
@@ -12,13 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.evaluate.intervals import Bootstrap, freedom_of_groups, grouped_error, of_samples, quantile, rounding
+from pipeline.evaluate.intervals import freedom_of_groups, grouped_error, of_samples, quantile, rounding
 
 PROPORTIONS = "two proportions, over test images"
 MCNEMAR = "McNemar, over the same test images"
 GROUPED = "paired Student's t, over groups of the same test images"
-BOOTSTRAP = "bootstrap, over the same test images"
-GROUPED_BOOTSTRAP = "bootstrap, over groups of the same test images"
 STUDENT = "Student's t, over seeds"
 PAIRED = "paired Student's t, over the same seeds"
 LEVEL = 0.05
@@ -39,7 +37,7 @@ class ScoreDifference:
     @property
     def noise(self) -> str:
         """The noise that the test knows, in words: it knows no other."""
-        over_groups = "groups of " * (self.method in (GROUPED, GROUPED_BOOTSTRAP))
+        over_groups = "groups of " * (self.method == GROUPED)
         return f"noise of the {'seeds' if self.method in (STUDENT, PAIRED) else f'{over_groups}test images'}"
 
 
@@ -92,16 +90,6 @@ def of_same_groups(first_right: np.ndarray, second_right: np.ndarray, groups: np
     least = math.sqrt(2 / len(sizes)) * rounding(float(sizes.mean()))
     error = max(grouped_error(sums, sizes), least)
     return _by_t(float(difference.mean()), error, freedom_of_groups(sizes), GROUPED)
-
-
-def of_same_draws(first: float, second: float, drawn: Bootstrap, groups: bool) -> ScoreDifference:
-    """Two scores of the same images that are no means over images, such as R2: Student's t on the scatter of
-    their difference when images, or groups of them, are drawn anew. drawn: both scores.
-    """
-    method = GROUPED_BOOTSTRAP if groups else BOOTSTRAP
-    if not drawn.freedom:
-        return ScoreDifference(first - second, -math.inf, math.inf, 1.0, method)
-    return _by_t(first - second, drawn.error_of_difference(), drawn.freedom, method, math.inf)
 
 
 def of_seeds(

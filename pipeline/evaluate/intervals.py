@@ -158,11 +158,6 @@ class Bootstrap:
             scores.append(measure(np.bincount(drawn, minlength=len(sizes))[units].astype(np.float64)))
         return cls(np.array(scores), freedom if len(sizes) > 1 else 0.0)
 
-    def error_of_difference(self) -> float:
-        """Standard error of the first score minus the second; 0 for a single sample or group."""
-        widened = math.sqrt(1 + 1 / self.freedom) if self.freedom else 0.0
-        return widened * float(np.nanstd(self.scores[:, 0] - self.scores[:, 1]))
-
     def interval(self, values: Sequence[float], scales: Sequence[Scale]) -> np.ndarray:
         """float64 (2, S): low and high, by Student's t on the scatter of the stretched draws. values: the scores of all
         samples, each with its scale.

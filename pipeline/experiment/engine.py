@@ -22,7 +22,7 @@ from pipeline.base import json_record
 from pipeline.base.errors import DivergedError, UserError
 from pipeline.base.files import as_bytes, replacing, table_csv, write_text
 from pipeline.base.progress import ProgressFile, duration
-from pipeline.base.words import counted
+from pipeline.base.words import counted, first_of
 from pipeline.cluster.ray_tasks import LostError, RunJobs, run_here
 from pipeline.cluster.status_files import RESUME
 from pipeline.data.mixture.run_data import open_run_data
@@ -125,8 +125,8 @@ class Experiment:
     """A list of runs and the question that their table answers. kind: as `kind` of an MLflow run. specs: what one needs
     comes before it.
 
-    shared: what all results depend on, see `claim`. score: the one that is shown when a run ends. notes:
-    sentences beside the plan. work: does a `job`. rates: FLOP/s of training by group, if lengths are in minutes.
+    shared: what all results depend on, such as fingerprints of data and SHA-256 of weights. score: the one that is
+    shown when a run ends. notes: sentences beside the plan. work: does a `job`.
     """
 
     kind: str
@@ -136,7 +136,6 @@ class Experiment:
     specs: Sequence[Any]
     shared: Mapping[str, Any]
     notes: list[str]
-    rates: Mapping[str, float] = {}
     work: Any = staticmethod(run_job)
 
     @property
@@ -202,44 +201,34 @@ class Experiment:
         return specs, rows
 
     def claim(self, specs: Sequence[Any]) -> None:
-        claim(self.folder, self.kind, self.shared, self.settings(specs), self.known_settings())
-
-
-# -------------------------------------------------------------------- what it is
-def claim(
-    folder: Path, kind: str, shared: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]], known: Mapping[str, Fact]
-) -> None:
-    """Write experiment.json. Raises UserError with the difference if the folder holds another experiment, or other
-    files.
-
-    shared: what all results depend on, such as fingerprints of data and SHA-256 of weights. runs: name -> settings that
-    its result depends on. known: what is known of the settings.
-    """
-    file, now = folder / "experiment.json", json.loads(json.dumps({"kind": kind, "shared": shared, "runs": runs}))
-    then: dict[str, Any] = {"kind": kind, "shared": {}, "runs": {}}
-    try:
-        then |= json_record.read(file, dict[str, Any])
-    except FileNotFoundError:
-        if folder.exists() and (found := [p.name for p in folder.iterdir() if not p.name.startswith(".")]):
+        """Write experiment.json. Raises UserError with the difference if the folder holds another experiment, or other
+        files.
+        """
+        folder, known = self.folder, self.known_settings()
+        now = json.loads(json.dumps({"kind": self.kind, "shared": self.shared, "runs": self.settings(specs)}))
+        then: dict[str, Any] = {"kind": self.kind, "shared": {}, "runs": {}}
+        try:
+            then |= json_record.read(folder / "experiment.json", dict[str, Any])
+        except FileNotFoundError:
+            if folder.exists() and (found := [p.name for p in folder.iterdir() if not p.name.startswith(".")]):
+                raise UserError(
+                    f"{folder} is not empty (it holds {found[0]}), and holds no experiment. Choose another folder."
+                ) from None
+        was, is_now = ({"kind": of["kind"], **of["shared"]} for of in (then, now))
+        changed = list(map(str, schema.differences(is_now | was, is_now, {})))
+        for name, settings in now["runs"].items():
+            before = then["runs"].get(name, settings)
+            changed += [f"{change} in {name}" for change in schema.differences(before, settings, known, "comparison")]
+        if changed:
             raise UserError(
-                f"{folder} is not empty (it holds {found[0]}), and holds no experiment. Choose another folder."
-            ) from None
-    was, is_now = {"kind": then["kind"], **then["shared"]}, {"kind": kind, **now["shared"]}
-    changed = list(map(str, schema.differences(is_now | was, is_now, {})))
-    for name, settings in now["runs"].items():
-        before = then["runs"].get(name, settings)
-        changed += [f"{change} in {name}" for change in schema.differences(before, settings, known, "comparison")]
-    if changed:
-        more = f" and {len(changed) - 3} others" if len(changed) > 3 else ""
-        raise UserError(
-            f"{folder} holds another experiment: {'; '.join(changed[:3])}{more}. Set it back, choose another folder, or"
-            " remove this one."
-        )
-    both = {"kind": kind, "shared": now["shared"] | then["shared"], "runs": then["runs"] | now["runs"]}
-    folder.mkdir(parents=True, exist_ok=True)
-    if both != then:
-        with replacing(file) as replacement:  # All jobs of an array write it, often at the same moment.
-            replacement.write(as_bytes(json.dumps(both, indent=1) + "\n"))
+                f"{folder} holds another experiment: {first_of(changed, 3)}. Set it back, choose another folder, or"
+                " remove this one."
+            )
+        both = {"kind": self.kind, "shared": now["shared"] | then["shared"], "runs": then["runs"] | now["runs"]}
+        folder.mkdir(parents=True, exist_ok=True)
+        if both != then:
+            with replacing(folder / "experiment.json") as file:  # All jobs of an array write it, often at once.
+                file.write(as_bytes(json.dumps(both, indent=1) + "\n"))
 
 
 def sources_of(specs: Iterable[RunSpec]) -> dict[str, str]:
@@ -309,24 +298,23 @@ def run_one(experiment: Experiment, name: str) -> None:
         _exit_to_resume(stopped)
 
 
-def on_ray(threads: int, gpus: float, num_tasks: int) -> tuple[RunJobs, int]:
-    """Returns (what runs jobs on the Ray cluster, or on this machine if there is none; how many at a time)."""
+def on_ray(threads: int, gpus: float, num_tasks: int) -> RunJobs:
+    """Returns what runs jobs on the Ray cluster, or on this machine if there is none."""
     from pipeline.cluster import ray_tasks
 
     ray_tasks.connect()
     fitting, num_gpus = ray_tasks.capacity(threads, gpus)
-    limit = num_tasks or fitting
-    return partial(ray_tasks.run_tasks, limit=limit, num_cpus=threads, num_gpus=num_gpus), limit
+    return partial(ray_tasks.run_tasks, limit=num_tasks or fitting, num_cpus=threads, num_gpus=num_gpus)
 
 
-def place(config: ExperimentConfig) -> tuple[RunJobs, int]:
-    """Where a study or a grid does its runs: (what runs jobs there, how many at a time)."""
+def place(config: ExperimentConfig) -> RunJobs:
+    """What runs the jobs of a study or a grid."""
     if config.on == "here" or config.slurm or config.report or config.plan or config.cell:
-        return run_here, max(config.num_tasks, 1)
-    run_jobs, limit = on_ray(config.threads, config.gpus, config.num_tasks)
+        return run_here
+    run_jobs = on_ray(config.threads, config.gpus, config.num_tasks)
     if config.gpus and not run_jobs.keywords["num_gpus"]:  # type: ignore[attr-defined]
         raise UserError(f"gpus = {config.gpus}, but this Ray cluster has no GPU. Use gpus=0 to train on CPUs.")
-    return run_jobs, limit
+    return run_jobs
 
 
 def _run_all(experiment: Experiment, run_jobs: RunJobs, page: ExperimentPage | None) -> None:

@@ -27,7 +27,6 @@ from pipeline.experiment.page import facts_of_splits, tags_of_folder
 from pipeline.experiment.spec import SCORES_FILE, RunSpec, ScoresFile, make_spec
 from pipeline.experiment.table import TEMPLATES, TO_RUN, Row
 from pipeline.model.files import find_file
-from pipeline.monitor.mlflow.state import run_of_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import RunFacts, hide_passwords
 from pipeline.settings.commands.reports import GridConfig
@@ -136,12 +135,9 @@ class Grid(Experiment):
         weights, origin = str(run.init.weights), None
         with contextlib.suppress(UserError, OSError):  # The first run says what is wrong with them.
             origin = find_origin(find_file(Path(weights)), weights)
-        parent = origin.run_id if origin else run_of_weights(weights)
         description = (
-            f"**Fine-tuning grid** from `{weights}` on **{dataset.path.name}** (fingerprint `{dataset.fingerprint}`):"
-            f" {len(config.lr)} learning rates are tried on {100 * config.dev_share:g} % of"
-            f" {counted(self.num_train, 'image')}, held out; the best one trains on all of them,"
-            f" {counted(len(config.seeds), 'seed')}. {counted(len(self.specs), 'run')}, which are shown below this one."
+            f"**Fine-tuning grid** from `{weights}` on **{dataset.path.name}**: {counted(len(self.specs), 'run')},"
+            " which are shown below this one."
         )
         return RunFacts(
             config.name,
@@ -150,7 +146,7 @@ class Grid(Experiment):
             {"weights": weights, **tags_of_folder(self.folder, dataset)},
             facts_of_splits(dataset, run.data),
             description,
-            {"parent": parent} if parent else {},
+            {"parent": origin.run_id} if origin and origin.run_id else {},
             score="top1",
             origin=origin,
         )

@@ -1,5 +1,5 @@
-"""A saturating power law, error = floor + scale * x ** -exponent, fitted to the runs of a model or family, with
-bootstrap intervals.
+"""A saturating power law, error = floor + scale * x ** -exponent, fitted to the runs of a model, with bootstrap
+intervals.
 
 x is pre-training compute or a number of images, error 1 - score. The form is that of Zhai et al. 2022 ("Scaling Vision
 Transformers") without the shift of x, which needs more points than a study has. The noise is the same for all runs

@@ -16,8 +16,6 @@ from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.process.waits import waiting
 from pipeline.settings.run import DataConfig, TrackConfig
 
-# Tag by which MLflow shows a run below another.
-PARENT_TAG = "mlflow.parentRunId"
 # How long the first run waits for its parent, in seconds: a fresh store takes several.
 _WAIT = 60.0
 ARTIFACTS = ("report.md", "report.html", "results.csv", "results.parquet", "results.json", "experiment.json")

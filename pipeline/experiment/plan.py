@@ -6,7 +6,6 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,37 +56,23 @@ def start(make: Callable[[Any], Experiment], config: Any, run_jobs: RunJobs | No
     if not (config.plan or config.cell or config.slurm):
         hold(folder)
     experiment = make(config)
-    own, at_a_time = engine.place(config)
+    run_jobs = run_jobs or engine.place(config)
     if config.cell:
         engine.run_one(experiment, config.cell)
         return None
     specs, rows = experiment.known()
-    cost = estimate(
-        experiment, rows, f"{at_a_time} at a time on {counted(config.gpus, 'GPU') if config.gpus else 'CPUs'}"
-    )
+    hours = hours_of(experiment, rows)
     if not (config.slurm or config.report):
-        runs, summary = plan_lines(experiment, rows, cost, at_a_time)
-        print("\n".join([*runs, *summary]), flush=True)
+        print("\n".join(plan_lines(experiment, rows, hours)), flush=True)
     if config.slurm:
         experiment.claim(specs)
-        write_script(experiment, cost, config.slurm)
-    return None if config.plan or config.slurm else engine.run(experiment, run_jobs or own, config.report)
+        write_script(experiment, hours, config.slurm)
+    return None if config.plan or config.slurm else engine.run(experiment, run_jobs, config.report)
 
 
-@dataclass(frozen=True)
-class CostEstimate:
-    """hours: of each run by name, by the clock, alone; empty if the speed is not known. source: of the speed, in
-    words.
-    """
-
-    hours: dict[str, float]
-    source: str
-
-
-def estimate(experiment: Experiment, rows: Mapping[str, Row], where: str = "here") -> CostEstimate:
-    """Estimate the hours of every run, by the speed of those that are done. where: they train, in words.
-
-    Without them, it is the speeds of the models with `minutes`, or `tflops` of the settings.
+def hours_of(experiment: Experiment, rows: Mapping[str, Row]) -> dict[str, float]:
+    """Hours of every run by the clock, alone: by the speed of those that are done, else by `tflops` of the settings; {}
+    without either.
     """
     config, specs = experiment.config, experiment.specs
     measured: dict[str, list[float]] = {}
@@ -97,67 +82,41 @@ def estimate(experiment: Experiment, rows: Mapping[str, Row], where: str = "here
     if measured:
         per_flop = {group: median(values) for group, values in measured.items()}
         usual = median(per_flop.values())
-        hours = {spec.name: spec.flops * per_flop.get(spec.group, usual) for spec in specs}
-        num_measured = counted(sum(map(len, measured.values())), "run")
-        return CostEstimate(hours, f"as measured in {num_measured} of these, {where}")
+        return {spec.name: spec.flops * per_flop.get(spec.group, usual) for spec in specs}
     rate = config.tflops * 1e12 * max(1, config.gpus)
-    source = f"with {config.tflops:g} TFLOP/s (tflops) a device" if rate else "at the models' speeds"
-    rates = [experiment.rates.get(spec.group, rate) for spec in specs]
-    if not all(rates) or not all(spec.flops for spec in specs):
-        return CostEstimate(
-            {},
-            f"{where}, at a speed that is known when the first has ended, or by tflops=..., what a device keeps up"
-            " (launch/plan.py predicts it)",
-        )
-    if any(spec.config.engine.compile for spec in specs):  # Measured hours include it.
-        source += ", without the time to compile the models (engine.compile)"
-    seconds = [spec.flops / rate + _SECONDS_OF_A_PROCESS for spec, rate in zip(specs, rates, strict=True)]
-    hours = {spec.name: one / 3600 for spec, one in zip(specs, seconds, strict=True)}
-    return CostEstimate(hours, f"{source}, {where}")
+    if not rate or not experiment.flops:
+        return {}
+    return {spec.name: (spec.flops / rate + _SECONDS_OF_A_PROCESS) / 3600 for spec in specs}
 
 
-def plan_lines(
-    experiment: Experiment, rows: Mapping[str, Row], cost: CostEstimate, at_a_time: int
-) -> tuple[list[str], list[str]]:
-    """Lines of the plan: all runs with their size, length, compute and hours, "-" where unknown; and the sums."""
-    table: list[tuple[str, ...]] = [("run", "M par.", "images", "steps", "epochs", "exaFLOPs", "time", "state")]
+def plan_lines(experiment: Experiment, rows: Mapping[str, Row], hours: Mapping[str, float]) -> list[str]:
+    """Lines of the plan: all runs with their size, length and compute, "-" where unknown; the sums; and notes."""
+    table: list[tuple[str, ...]] = [("run", "images", "steps", "exaFLOPs", "state")]
     for name, row in rows.items():
-        numbers = {
-            ".2f": row.parameters / 1e6,
-            ",": row.data_size,
-            ",d": row.steps,
-            ".1f": row.images_seen / (row.data_size or 1),
-            ".3g": row.exaflops,
-        }
-        shown = [format(value, look) if value else "-" for look, value in numbers.items()]
-        hours = cost.hours.get(name)
-        table.append((name, *shown, duration(3600 * hours) if hours else "-", row.state))
-    left = [name for name, row in rows.items() if row.state in TO_RUN]
+        numbers = {",": row.data_size, ",d": row.steps, ".3g": row.exaflops}
+        table.append((name, *(format(value, look) if value else "-" for look, value in numbers.items()), row.state))
+    left = [hours[name] for name, row in rows.items() if row.state in TO_RUN and name in hours]
     done = sum(row.state == "done" for row in rows.values())
     summary = f"{counted(len(rows), 'run')}, {done} of them done; {experiment.flops / 1e18:.3g} exaFLOPs are computed"
-    if cost.hours and left:
-        hours_left = [cost.hours[name] for name in left]
-        alone = max(sum(hours_left) / at_a_time, *hours_left)  # They may not divide evenly.
-        summary += f"; those left take {duration(3600 * alone)} {cost.source}"
+    if left:
+        summary += f"; those left take {duration(3600 * sum(left))}, one after the other"
         gpus = experiment.config.gpus
-        summary += f", {sum(hours_left) * gpus:,.3g} GPU hours" if gpus else ""
-    elif left:
-        summary += f"; those left train {cost.source}"
-    return aligned(table, 1), [f"{summary}.", *experiment.notes]
+        summary += f", {sum(left) * gpus:,.3g} GPU hours" if gpus else ""
+    return [*aligned(table, 1), f"{summary}.", *experiment.notes]
 
 
-def write_script(experiment: Experiment, cost: CostEstimate, file: str) -> None:
-    """Write the script, or print it if file is '-'. It repeats the command line of this process."""
+def write_script(experiment: Experiment, hours: Mapping[str, float], file: str) -> None:
+    """Write the script. It repeats the command line of this process."""
     config, jobs = experiment.config, jobs_of(experiment.specs)
     given = [text for text in sys.argv if not text.startswith("slurm=")]
     command = shlex.join([sys.executable, *given, "slurm="])  # It may be in the file of settings.
-    longest = max(sum(cost.hours.get(spec.name, 0.0) for spec in job) for job in jobs)
+    longest = max(sum(hours.get(spec.name, 0.0) for spec in job) for job in jobs)
     minutes = math.ceil(60 * _MARGIN * longest)
     text = _SCRIPT.format(
         name=config.name,
         runs=len(experiment.specs),
         jobs=len(jobs),
-        file=file if file != "-" else "FILE",
+        file=file,
         last=len(jobs) - 1,
         gpus=f"#SBATCH --gpus-per-node={config.gpus}\n" if config.gpus else "",
         cpus=config.threads * max(1, config.gpus),
@@ -166,9 +125,6 @@ def write_script(experiment: Experiment, cost: CostEstimate, file: str) -> None:
         names="\n".join(f"  {shlex.quote(job[-1].name)}" for job in jobs),
         command=command,
     )
-    if file == "-":
-        print(text, end="")
-        return
     with replacing(Path(file), mode=0o600) as script:  # The command may hold a password, as in track.uri.
         script.write(as_bytes(text))
     print(f"{file}: {counted(len(jobs), 'array task')}. Submit it with: sbatch {file}")

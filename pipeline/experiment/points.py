@@ -1,13 +1,9 @@
 """How a study compares: points, the means over seeds; the differences between them; laws fitted to lines of them; and
 the figures and tables of these.
 
-A *line* is the points that one law is fitted to: those of each model over data sizes or compute; and, of families with
-several models, their frontier, that is the points that no other model of the family beats at the same compute or less.
-The paper's Figure 5 has one line a family; a law through all points of a family would describe badly chosen models,
-too.
+A *line* is the points of one model over data sizes or compute, to which a law is fitted.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, cycle
@@ -54,13 +50,12 @@ _MAX_STEP = 4.0
 _x = attrgetter("x")
 _METHOD = (
     "Laws, of at least 4 amounts: 1 - score = floor + scale x amount ^ -exponent, by least squares, with 95 % intervals"
-    " by bootstrap of the residuals of all lines (those of models and of families apart); that of a prediction includes"
+    " by bootstrap of the residuals of all lines; that of a prediction includes"
     " the scatter of a new run. The next larger run is one average step further, at most 4 times; the check leaves the"
     " runs of the largest amount out. A law whose fall may be noise predicts nothing, nor does one whose interval is"
-    " wider than the range of all measured errors. A family's law goes through its best models only, so it is a little"
-    " too high."
+    " wider than the range of all measured errors."
 )
-MARKERS = "os^DvPX<>p"
+_MARKERS = "os^DvPX<>p"
 _MAX_NAME = 34
 
 
@@ -75,9 +70,7 @@ class Point:
     """
 
     model: str
-    family: str
     data_size: int
-    exaflops: float
     x: float
     seeds: tuple[int, ...]
     scores: tuple[float, ...]
@@ -131,7 +124,7 @@ def points_of(results: StudyResults) -> list[Point]:
         effective = min(cell.effective_images.get(name, num) for cell, num in zip(cells, nums, strict=True))
         x = float(data_size) if results.counts_images else first.exaflops / results.unit[0]
         seeds, scores = zip(*((cell.seed, cell.scores[name]) for cell in cells), strict=True)
-        found.append(Point(model, first.family, data_size, first.exaflops, x, seeds, scores, min(nums), effective))
+        found.append(Point(model, data_size, x, seeds, scores, min(nums), effective))
     return found
 
 
@@ -155,20 +148,6 @@ class Tested:
         return f"{100 * (self.first.mean - self.second.mean):+.2f}", "–", "not known: a single run of each"
 
 
-def tested(pairs: Sequence[tuple[Point, Point]]) -> list[Tested]:
-    """The difference of each pair, with Holm's correction for all of them."""
-    return corrected(pairs, difference)
-
-
-def corrected(
-    pairs: Sequence[tuple[Point, Point]], compare: Callable[[Point, Point], ScoreDifference | None]
-) -> list[Tested]:
-    """As `tested`, with differences by `compare`."""
-    found = [compare(*pair) for pair in pairs]
-    ps = iter(holm([one.p for one in found if one]))
-    return [Tested(*pair, one, next(ps) if one else 1.0) for pair, one in zip(pairs, found, strict=True)]
-
-
 def difference(first: Point, second: Point) -> ScoreDifference | None:
     """First minus second: over seeds, paired from PAIRED_FROM common ones; of single runs over test images; None if
     neither is known.
@@ -183,6 +162,15 @@ def difference(first: Point, second: Point) -> ScoreDifference | None:
     return None
 
 
+def corrected(
+    pairs: Sequence[tuple[Point, Point]], compare: Callable[[Point, Point], ScoreDifference | None] = difference
+) -> list[Tested]:
+    """The difference of each pair, with Holm's correction for all of them."""
+    found = [compare(*pair) for pair in pairs]
+    ps = iter(holm([one.p for one in found if one]))
+    return [Tested(*pair, one, next(ps) if one else 1.0) for pair, one in zip(pairs, found, strict=True)]
+
+
 def differences(results: StudyResults) -> list[Tested]:
     """Each model minus the first of the study, by data size, the best first; [] if that one has no score. Models have
     one length each.
@@ -191,7 +179,7 @@ def differences(results: StudyResults) -> list[Tested]:
     firsts = {point.data_size: point for point in points if point.model in first}
     others = [point for point in points if point.model not in first and point.data_size in firsts]
     others.sort(key=lambda point: (point.data_size, -point.mean))
-    return tested([(point, firsts[point.data_size]) for point in others])
+    return corrected([(point, firsts[point.data_size]) for point in others])
 
 
 def table(found: Sequence[Tested], results: StudyResults, first: str, second: str) -> Table:
@@ -213,68 +201,33 @@ def percent(score: float, *ends: float) -> str:
 def answer(results: StudyResults) -> Iterator[Block]:
     """The blocks of the report."""
     points = points_of(results)
-    models, families = lines(points, results)
+    models = lines(points, results)
     if found := leads(points, 1.0 if results.counts_images else _SAME_BUDGET):
         yield table(found, results, "best", "second")
-    if picture := draw_scores(points, families or models, results):
+    if picture := draw_scores(points, models, results):
         yield PngImage("score.png", "Scores with 95 % intervals, fitted laws, and predictions", picture)
-    if models or families:
+    if models:
         yield Heading("Laws, predictions and their check")
-        yield _laws_table([*families, *models], results)
+        yield _laws_table(models, results)
     yield Paragraph(_METHOD)
 
 
 # -------------------------------------------------------------------- laws
-def lines(points: Sequence[Point], results: StudyResults) -> tuple[list[Line], list[Line]]:
-    """Returns (lines of models, lines of families; none unless the question is scaling and a family has several
-    models), without those of too few points for a law.
-    """
-    families = {name: [p for p in points if p.family == name] for name in results.families}
-    several = not results.counts_images and any(len({p.model for p in own}) > 1 for own in families.values())
-    models = _fitted({name: [p for p in points if p.model == name] for name in results.models}, results.seed)
-    fronts = {name: frontier(own) for name, own in families.items()} if several else {}
-    return models, _fitted(fronts, results.seed)
-
-
-def _fitted(points: dict[str, list[Point]], seed: int) -> list[Line]:
-    above_0 = {name: sorted((p for p in own if p.x > 0), key=_x) for name, own in points.items()}
+def lines(points: Sequence[Point], results: StudyResults) -> list[Line]:
+    """Lines of models, without those of too few points for a law."""
+    models = {name: [p for p in points if p.model == name] for name in results.models}
+    above_0 = {name: sorted((p for p in own if p.x > 0), key=_x) for name, own in models.items()}
     runs = {
         name: ([p.x for p in own for _ in p.scores], [1 - score for p in own for score in p.scores])
         for name, own in above_0.items()
         if len({p.x for p in own}) > NUM_PARAMETERS
     }
     found = []
-    for name, law in (fit_power_laws(runs, seed) if runs else {}).items():
+    for name, law in (fit_power_laws(runs, results.seed) if runs else {}).items():
         own, xs = above_0[name], runs[name][0]
         next_x = next_larger(xs)
         found.append(Line(name, own, law, next_x, law.predict(next_x), leave_largest_out(law, *runs[name])))
-    return sorted(found, key=lambda line: list(points).index(line.name))
-
-
-def frontier(points: Sequence[Point]) -> list[Point]:
-    """The points that no other model beats at the same compute or less, by x.
-
-    Another model's score is interpolated in the logarithm of compute between its points, and beyond its largest it is
-    that of the largest. A model's own cheaper run removes nothing: where the score falls by chance, that run would
-    otherwise be left out, and the frontier be too high.
-    """
-    ranks = {model: -rank for rank, model in enumerate(dict.fromkeys(point.model for point in points))}
-    points = sorted((point for point in points if point.x > 0), key=_x)  # Positive, for the logarithm.
-
-    def is_beaten(point: Point) -> bool:
-        for model in {p.model for p in points}:
-            own = [p for p in points if p.model == model]
-            ways = np.log([p.x / point.x for p in own])
-            if model == point.model or ways[0] > math.log(_SAME_BUDGET):
-                continue
-            means, nearest = [p.mean for p in own], int(np.abs(ways).argmin())
-            is_same = abs(ways[nearest]) <= math.log(_SAME_BUDGET)
-            other = means[nearest] if is_same else np.interp(0.0, ways, means)
-            if (other, ranks[model]) > (point.mean, ranks[point.model]):  # Of equal ones the first model's stays.
-                return True
-        return False
-
-    return [point for point in points if not is_beaten(point)]
+    return sorted(found, key=lambda line: list(models).index(line.name))
 
 
 def next_larger(xs: Iterable[float]) -> float:
@@ -300,7 +253,7 @@ def leads(points: Sequence[Point], tolerance: float) -> list[Tested]:
         if len(best) > 1:
             starts.append(len(pairs))  # The first pair is that of the best and the second.
         pairs += combinations(best.values(), 2)
-    found = tested(pairs)
+    found = corrected(pairs)
     return [found[start] for start in starts]
 
 
@@ -314,10 +267,8 @@ def _laws_table(found: Sequence[Line], results: StudyResults) -> Table:
         if isinstance(check, Holdout):
             place = "inside" if check.is_inside else "outside"
             check = f"{_score(check.prediction)}, is {percent(1 - check.error)}: {place}"
-        models = ", ".join(dict.fromkeys(point.model for point in line.points))
-        name = line.name if models == line.name else f"family {line.name}: {models}"
         spread = f"{exponent.value:.3g} [{exponent.low:.3g}, {exponent.high:.3g}]"
-        rows.append((name, _score(line.law.floor), spread, next_run, check))
+        rows.append((line.name, _score(line.law.floor), spread, next_run, check))
     header = ("line", "limit of the score, %", "exponent", "next larger run, %")
     return Table((*header, "largest runs, predicted from the others, %"), rows)
 
@@ -339,8 +290,8 @@ def draw_scores(points: Sequence[Point], lines: Sequence[Line], results: StudyRe
     figure = Figure(figsize=(11, 5.6), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     laws = {line.name: line for line in lines if not line.law.why_not}
-    colours = dict(zip([*results.models, *results.families], cycle(COLOURS), strict=False))
-    for model, marker in zip(results.models, cycle(MARKERS), strict=False):
+    colours = dict(zip(results.models, cycle(COLOURS), strict=False))
+    for model, marker in zip(results.models, cycle(_MARKERS), strict=False):
         own = [point for point in points if point.model == model]
         means, ends = (np.array([get(p) for p in own]) for get in (attrgetter("mean"), attrgetter("ends")))
         bars = 100 * np.abs(ends.reshape(-1, 2).T - means)
@@ -365,23 +316,4 @@ def draw_scores(points: Sequence[Point], lines: Sequence[Line], results: StudyRe
     axes.set_ylabel(f"{results.score}, %", parse_math=False)
     style_axes(axes)
     add_legend(figure, loc="outside right upper", fontsize=8)
-    return png(figure)
-
-
-def draw_differences(found: Sequence[Tested], results: StudyResults) -> bytes:
-    """PNG of an ablation: each model's difference to the first with its 95 % interval, the best at the top."""
-    figure = Figure(figsize=(9, 1.5 + 0.42 * len(found)), dpi=110, layout="constrained")
-    axes = figure.add_subplot()
-    axes.axvline(0, color="0.35", linewidth=1)
-    values = np.array([one.first.mean - one.second.mean for one in found])
-    spans = zip((one.difference for one in found), values, strict=True)
-    ends = [(span.low, span.high) if span else (value, value) for span, value in spans]
-    bars = 100 * np.abs(np.array(ends).T - values)
-    axes.errorbar(100 * values, range(len(found)), xerr=bars, fmt="o", color=COLOURS[0], capsize=3)
-    labels = [f"{shorten(one.first.model, _MAX_NAME)}: {one.first.text} %" for one in found]
-    axes.set_yticks(range(len(found)), labels, parse_math=False)
-    axes.invert_yaxis()
-    base = f"{shorten(found[0].second.model, _MAX_NAME)}: {found[0].second.text} %"
-    axes.set_xlabel(f"{results.score}: difference to {base}, points", parse_math=False)
-    style_axes(axes, "x")
     return png(figure)

@@ -20,8 +20,7 @@ from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.base.metric import kind_of, title_of
 from pipeline.base.page import Block, Heading, Paragraph, Table, markdown, report
-from pipeline.base.progress import duration
-from pipeline.base.words import counted
+from pipeline.base.words import counted, si
 from pipeline.checkpoint.store import step_of
 from pipeline.cluster.ray_tasks import RunJobs, shared_path
 from pipeline.cluster.status_files import read_end, read_settings
@@ -31,8 +30,8 @@ from pipeline.estimate.plan import make_plan
 from pipeline.experiment import plan
 from pipeline.experiment.engine import Experiment, ExperimentAnswer, sources_of
 from pipeline.experiment.page import facts_of_splits, tags_of_folder
-from pipeline.experiment.spec import RunSpec, make_spec, settings_of
-from pipeline.experiment.table import Row, StudyResults, unit_of
+from pipeline.experiment.spec import RunSpec, make_spec
+from pipeline.experiment.table import Row, StudyResults
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.page_folder import PageFolder
@@ -74,11 +73,7 @@ class Study(Experiment):
         self.config, self.folder, self.score = config, Path(config.out) / config.name, config.score
         self.specs, self.notes = _question(config.question).specs(config)
         self.cells = [spec for spec in self.specs if not spec.needs]
-        if config.minutes:
-            speeds = {model.name: model.speed for model in config.models}
-            self.rates = {c.group: c.flops / c.facts["images_seen"] * speeds[c.group] for c in self.cells}
         self.dataset = open_dataset(self.cells[0].config.data.path)
-        _refuse_twins(self.cells)
         if not kind_of(self.score):  # A probe's accuracy is of the features, whatever they learnt from.
             _check_comparable(self.cells)
         measured = self._measured()
@@ -121,9 +116,8 @@ class Study(Experiment):
         config, dataset, run = self.config, self.dataset, self.cells[0].config
         names = [model.name for model in config.models]
         description = (
-            f"**Study** ({config.question}) of {', '.join(names)} on **{dataset.path.name}** (fingerprint"
-            f" `{dataset.fingerprint}`): {counted(len(self.specs), 'run')}, which are shown below this one, compared by"
-            f" {config.score}."
+            f"**Study** ({config.question}) of {', '.join(names)} on **{dataset.path.name}**:"
+            f" {counted(len(self.specs), 'run')}, which are shown below this one, compared by {config.score}."
         )
         return RunFacts(
             config.name,
@@ -153,8 +147,7 @@ def report_of(question: str, results: StudyResults) -> ExperimentAnswer:
     metrics = {f"runs_{state}": float(states.count(state)) for state in ("done", "failed", "diverged")}
     metrics["seconds"] = 3600 * sum(cell.hours or 0.0 for cell in results.cells)
     for cell in results.scored(results.score):
-        for name in (_BEST, f"best_{cell.group}"):
-            metrics[name] = max(metrics.get(name, 0.0), cell.scores[results.score])
+        metrics[_BEST] = max(metrics.get(_BEST, 0.0), cell.scores[results.score])
     title = f"Study {results.name}: {question}"
     summary = markdown(title, [first, *[block for block in found if isinstance(block, Table)][:1]])
     about = {"name": results.name, "question": question, "score": results.score, "data": results.data}
@@ -190,20 +183,16 @@ def _cells_table(results: StudyResults) -> Table:
     rows = [
         (
             cell.name,
-            cell.family,
             f"{cell.state}: {cell.reason}" if cell.reason else cell.state,
             *(f"{100 * cell.scores[name]:.2f}" if name in cell.scores else "–" for name in names),
             f"{cell.data_size:,}",
             f"{cell.exaflops / size:.3g}",
             f"{cell.steps:,}",
-            f"{cell.images_seen:,}",
-            f"{cell.parameters:,}",
-            "–" if cell.hours is None else duration(3600 * cell.hours),
         )
         for cell in results.cells
     ]
-    last = ("training images", unit, "steps", "images seen", "parameters", "time")
-    return Table(("cell", "family", "state", *(f"{name}, %" for name in names), *last), rows)
+    last = ("training images", unit, "steps")
+    return Table(("cell", "state", *(f"{name}, %" for name in names), *last), rows)
 
 
 # -------------------------------------------------------------------- the cells
@@ -231,11 +220,6 @@ def cells(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
             trained[cell.trunk.name] = cell.trunk_steps
             cell = replace(cell, flops=cell.flops * (cell.facts["steps"] - shared) / cell.facts["steps"])
         specs += [cell, *finetunes]
-    if config.cooldown:
-        notes.append(
-            f"The learning rate is constant and falls in the last {config.cooldown:.0%} of each run, so runs of"
-            " different lengths share their first steps; each equals a run of its own with this schedule."
-        )
     return specs, notes
 
 
@@ -289,12 +273,10 @@ def _cells_of(
     flops = objectives.training_flops(first, built)
     stem = f"{model.name}-n{len(data.split.parts[0])}" if config.data_sizes else model.name
     lengths = {str(length).replace(" ", "_").replace("%", "pc"): str(length) for length in config.lengths}
-    fixed = {f"{budget:g}EF": budget * EXA / (flops * batch) for budget in config.budgets}
-    fixed |= {f"{minutes:g}min": minutes * 60 * model.speed / batch for minutes in config.minutes}
-    for label, steps in fixed.items():
-        if not round(steps):
-            raise UserError(f"{label} is less than one step of model {model.name}: give it more.")
-        lengths[label] = f"{round(steps)} steps"
+    for budget in config.budgets:
+        if not (steps := round(budget * EXA / (flops * batch))):
+            raise UserError(f"budget {budget:g} is less than one step of model {model.name}: give it more.")
+        lengths[f"{budget:g}EF"] = f"{steps} steps"
     found = []
     for label, length in (lengths or {"": str(first.train.length)}).items():
         name = "-".join(filter(None, [stem, label, f"seed{seed}"]))
@@ -311,7 +293,6 @@ def _cells_of(
         except UserError as error:
             raise UserError(f"cell {name}: {error}") from None
         cell = _with_cost(replace(cell, group=model.name), data, built, flops, steps)
-        cell.facts["family"] = model.family or model.name
         found.append((cell, [_finetune(file, cell, built) for file in config.finetune]))
     return found
 
@@ -399,16 +380,6 @@ def _finetune(file: str, cell: RunSpec, model: models.Config) -> RunSpec:
 
 
 # -------------------------------------------------------------------- checking them
-def _refuse_twins(cells: list[RunSpec]) -> None:
-    """Raise UserError for two cells that are the same run, also if their lengths have different units."""
-    seen: dict[str, str] = {}
-    for cell in cells:
-        length = {"train.length": cell.facts["steps"], "data.limit": cell.facts["data_size"]}
-        first = seen.setdefault(json.dumps(settings_of(cell) | length, sort_keys=True), cell.name)
-        if first != cell.name:
-            raise UserError(f"{first} and {cell.name} are the same run: leave out one of them.")
-
-
 def _check_comparable(cells: list[RunSpec]) -> None:
     """Raise UserError for objectives whose scores are of different kinds. Data and splits are the same for all."""
     losses = {cell.config.train.loss: cell.name for cell in cells}
@@ -431,18 +402,13 @@ def pretraining_compute(config: StudyConfig, uri: str, notes: list[str]) -> floa
         before = " by runs that began with weights whose own pre-training is not known" * (not runs[-1])
         notes.append(
             f"Weights of {', '.join(names)}: {weights}, "
-            + (f"pre-trained for {_in_words(compute)}{before}." if compute else "whose pre-training is not known.")
+            + (f"pre-trained for {si(compute, 'FLOP')}{before}." if compute else "whose pre-training is not known.")
         )
     if not config.equal_compute or not any(found.values()):
         return 0.0
     longest = max(found, key=found.__getitem__)
-    notes.append(f"Models without weights train for {_in_words(found[longest])} more, those of {longest}.")
+    notes.append(f"Models without weights train for {si(found[longest], 'FLOP')} more, those of {longest}.")
     return found[longest]
-
-
-def _in_words(flops: float) -> str:
-    size, unit = unit_of(flops / EXA)
-    return f"{flops / EXA / size:.4g} {unit}"
 
 
 def compute_of_runs(weights: Path) -> list[float]:

@@ -25,11 +25,6 @@ START = "start:"
 TO_RUN: tuple[State, ...] = ("not run", "failed", "damaged")
 
 
-def unit_of(exaflops: float) -> tuple[float, str]:
-    """The largest unit of which this amount is at least one: (in exaFLOPs, name)."""
-    return next((unit for unit in _UNITS if exaflops >= unit[0]), _UNITS[-1])
-
-
 @dataclass(frozen=True)
 class Row:
     """A run of an experiment. All are listed, whatever became of them.
@@ -43,7 +38,7 @@ class Row:
     effective_images: of images in groups, `effective_number`. hours: by the clock, of all its processes; None unless
     done.
     parent: the run of the experiment whose weights it began with. weights: SHA-256 of these. run_id: MLflow's, or "".
-    settings: by which the runs of the experiment differ. family: line of a figure that its model belongs to.
+    settings: by which the runs of the experiment differ.
     parameters: of the model.
     data_size: number of training images. images_seen: an image counts each time. exaflops: of training, 1e18
     floating-point operations, also of the part that it shares with a longer run.
@@ -64,7 +59,6 @@ class Row:
     parent: str = ""
     weights: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
-    family: str = ""
     parameters: int = 0
     data_size: int = 0
     steps: int = 0
@@ -138,7 +132,7 @@ def keep_earlier(rows: Sequence[Row], earlier: Sequence[Row]) -> list[Row]:
             return row
         lost = "some of its scores are not there" if row.state == "done" else f"its run is not there ({row.folder})"
         reason = old.reason or f"scores of an earlier report, because now: {row.reason or lost}"
-        return replace(old, reason=reason, family=row.family, folder=row.folder, run_id=row.run_id)
+        return replace(old, reason=reason, folder=row.folder, run_id=row.run_id)
 
     return [best(row) for row in rows]
 
@@ -170,7 +164,8 @@ class StudyResults:
     @cached_property
     def compute_unit(self) -> tuple[float, str]:
         """The unit in which the compute of all cells is shown, that of the longest: (in exaFLOPs, name)."""
-        return unit_of(max((cell.exaflops for cell in self.cells), default=1.0))
+        longest = max((cell.exaflops for cell in self.cells), default=1.0)
+        return next((unit for unit in _UNITS if longest >= unit[0]), _UNITS[-1])
 
     @property
     def unit(self) -> tuple[float, str]:
@@ -180,11 +175,6 @@ class StudyResults:
     def number(self, x: float) -> str:
         """An amount in this unit."""
         return f"{x:,.0f}" if self.counts_images or x >= 1000 else f"{x:.3g}"
-
-    @property
-    def families(self) -> list[str]:
-        """In the order of the settings."""
-        return list(dict.fromkeys(cell.family for cell in self.cells))
 
     @property
     def models(self) -> list[str]:

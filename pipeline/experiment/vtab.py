@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,14 +25,14 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted
-from pipeline.cluster.ray_tasks import RunJobs, shared_path
+from pipeline.cluster.ray_tasks import RunJobs, run_here, shared_path
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
 from pipeline.data.storage.checksums import digest_of
 from pipeline.evaluate.loaded_model import output_folder
 from pipeline.experiment import engine, vtab_report
 from pipeline.experiment.engine import Experiment, ExperimentAnswer, read_note, with_note
-from pipeline.experiment.page import PARENT_TAG, ExperimentPage
-from pipeline.experiment.plan import CostEstimate, plan_lines
+from pipeline.experiment.page import ExperimentPage, uri_of_runs
+from pipeline.experiment.plan import plan_lines
 from pipeline.experiment.table import TO_RUN, Row, read_table
 from pipeline.experiment.vtab_cell import (
     ALL,
@@ -49,14 +49,14 @@ from pipeline.experiment.vtab_cell import (
 from pipeline.experiment.vtab_report import TITLES, column_of, unpublished_warning
 from pipeline.experiment.vtab_tasks import TASKS, Task
 from pipeline.model import files, published
-from pipeline.monitor.mlflow.state import last_uri, run_of_weights, sent_to, tracked_folder_of
+from pipeline.monitor.mlflow.state import run_of_weights, tracked_folder_of
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import RunFacts, split_facts
-from pipeline.monitor.tracking import default_uri
 from pipeline.process.outputs import hold
 from pipeline.settings import schema
 from pipeline.settings.commands.transfer import ProtocolConfig, VtabConfig
+from pipeline.settings.run import TrackConfig
 from pipeline.settings.schema import Fact, facts_of, without_effect
 
 CELLS = "cells"
@@ -72,13 +72,11 @@ def run(config: VtabConfig) -> dict[str, Any] | None:
         if name != "weights" or not published.is_of_hub(path):
             shared_path(name, path)
     folder = Path(str(shared_path("out", str(output(config)))))
-    if not config.plan:
-        hold(folder)
-
-    def on_ray(*arguments: Any) -> Iterable[tuple[int, Any]]:  # Connects only when there are cells to run.
-        return engine.on_ray(config.threads, config.gpu_share, config.num_tasks)[0](*arguments)
-
-    return run_sweep(config, folder, on_ray, "" if config.plan else tracking_uri(config))
+    if config.plan:
+        return run_sweep(config, folder, run_here)
+    hold(folder)
+    run_jobs = engine.on_ray(config.threads, config.gpu_share, config.num_tasks)
+    return run_sweep(config, folder, run_jobs, tracking_uri(config))
 
 
 def run_sweep(config: VtabConfig, folder: Path, run_jobs: RunJobs, uri: str = "") -> dict[str, Any] | None:
@@ -89,8 +87,7 @@ def run_sweep(config: VtabConfig, folder: Path, run_jobs: RunJobs, uri: str = ""
     all other results are written then.
     """
     sweep = Sweep(config, folder, uri)
-    cells, summary = plan_lines(sweep, sweep.known()[1], CostEstimate({}, "at an unknown speed"), 1)
-    print("\n".join([*without_effect(config), *(cells if config.plan else []), *summary]), flush=True)
+    print("\n".join([*without_effect(config), *plan_lines(sweep, sweep.known()[1], {})]), flush=True)
     return None if config.plan else engine.run(sweep, run_jobs)
 
 
@@ -101,15 +98,9 @@ def output(config: VtabConfig) -> Path:
 
 
 def tracking_uri(config: VtabConfig) -> str:
-    """Where a sweep is sent to; "" for mlflow=none. config.weights: a path."""
-    if config.mlflow:
-        return "" if config.mlflow == "none" else config.mlflow
-    if uri := os.environ.get("MLFLOW_TRACKING_URI", ""):
-        return uri
-    run = tracked_folder_of(config.weights)
-    if run and "***" not in (uri := last_uri(run)):  # A password that was not kept.
-        return uri
-    return default_uri(Path(config.out).parent if config.out else Path("runs"))
+    """Where a sweep is sent to; "" for mlflow=none."""
+    out = str(Path(config.out).parent) if config.out else "runs"
+    return uri_of_runs(config.mlflow, TrackConfig(uri=os.environ.get("MLFLOW_TRACKING_URI", "")), out)
 
 
 class Sweep(Experiment):
@@ -303,9 +294,6 @@ class Sweep(Experiment):
         config, results = self.config, self.results(list(self.known()[1].values()))
         run, run_id = tracked_folder_of(self.named), results["checkpoint"]["run_id"]
         tags = {**vtab_report.tags_of(results), "dataset": "VTAB-1k", "run_folder_path": str(self.folder.resolve())}
-        # In the same store, MLflow shows a link to the run of the weights.
-        if run and (beside := sent_to(run, self.uri).run_id):
-            tags[PARENT_TAG] = beside
         datasets = []
         for task, dataset in self.datasets.items():
             training, test = (split_facts(task, dataset, *of) for of in ((ALL, "training"), (TEST, "evaluation")))

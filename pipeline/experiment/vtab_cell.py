@@ -47,7 +47,6 @@ from pipeline.objectives.classification import Classification
 from pipeline.objectives.objective import Inputs, Objective
 from pipeline.objectives.parameters import optimizers
 from pipeline.objectives.parameters.optimizers import learning_rate
-from pipeline.process.committed import GONE, NAME
 from pipeline.process.distributed import Ranks, seed_torch, use_exact_arithmetic
 from pipeline.settings.commands.transfer import ProtocolConfig, VtabConfig
 from pipeline.settings.quantities import Length
@@ -126,9 +125,7 @@ def run_cell(job: SweepJob) -> dict[str, Any]:
     try:
         sha256 = digest_of(Path(config.weights))
     except OSError as error:
-        is_gone = isinstance(error, FileNotFoundError) and NAME.fullmatch(Path(config.weights).parent.name)
-        why = GONE if is_gone else f"{on_one_line(error)}. Put it on storage that all nodes share"
-        raise UserError(f"{config.weights} on this host: {why}.") from error
+        raise UserError(f"{on_one_line(error)} on this host. Put it on storage that all nodes share.") from error
     if sha256 != job.sha256:
         raise UserError(
             f"{config.weights} has changed, or is another file on this host: its SHA-256 was {job.sha256[:16]}, and is"

@@ -10,12 +10,10 @@ import numpy as np
 
 from pipeline.base.page import Paragraph, Table, markdown, render
 from pipeline.base.trained_on import TRAINED_BY, not_held_out
-from pipeline.base.words import counted
 from pipeline.evaluate.intervals import Interval, of_samples, of_seeds, of_tasks
 from pipeline.experiment.published import PAPER, PROTOCOL, RESNET, SOURCE, Published
 from pipeline.experiment.table import TEMPLATES
 from pipeline.experiment.vtab_tasks import GROUPS, TASKS
-from pipeline.settings import schema
 
 TITLES = {task.name: task.title for task in TASKS}
 OVERALL = "mean of 19 tasks"
@@ -30,13 +28,10 @@ UNPUBLISHED_TAG = "not_published_files"
 
 @dataclass(frozen=True)
 class TableScore:
-    """A score of the table, a share. interval: None if its spread is unknown. num_seeds, num_test: 0 for published
-    scores.
-    """
+    """A score of the table, a share. interval: None if its spread is unknown. num_test: 0 for published scores."""
 
     accuracy: float
     interval: Interval | None
-    num_seeds: int
     num_test: int
 
 
@@ -57,22 +52,10 @@ class Column:
         """Names of the scored tasks whose images are not those of the published files."""
         return [name for name in self.facts.get("unpublished", []) if name in self.tasks]
 
-    def mark(self, *names: str) -> str:
-        """Stands beside the score of a task or a mean (a key of MEMBERS), or a mean of tasks: † if it is not VTAB's."""
-        members = [task for name in names for task in MEMBERS.get(name, [name])]
-        return "†" if set(members) & set(self.unpublished) else ""
+    def mark(self, name: str) -> str:
+        """Stands beside the score of a task or a mean (a key of MEMBERS): † if it is not VTAB's."""
+        return "†" if set(MEMBERS.get(name, [name])) & set(self.unpublished) else ""
 
-    def choice(self, task: str) -> str:
-        """What was chosen for a task, in words; all choices if the seeds differ."""
-        names = ("learning_rate", "weight_decay", "steps", "l2", "val_accuracy")
-        texts = set[str]()
-        for score in self.facts["scores"]:
-            if score["task"] == task:
-                known = (name for name in names if score.get(name) is not None)
-                texts.add(", ".join(f"{name.replace('_', ' ')} {score[name]:g}" for name in known))
-        return "; ".join(sorted(texts - {""}))
-
-    # ---------------------------------------------------------------- what a page shows
     def caveats(self) -> Iterator[str]:
         """Lines that say which scores are not VTAB's, and which tasks have none and why."""
         for line in unpublished_warning(self.unpublished):
@@ -87,20 +70,6 @@ class Column:
                 f"{self.name} is not complete, and a mean over an incomplete group is not shown. Without a score:"
                 f" {listed}."
             )
-
-    def origin(self) -> Table:
-        """The settings and files that it was made of."""
-        shown = ("method", "precision", "micro_batch", "checkpoint", "protocol")
-        flat = schema.flatten({name: self.facts[name] for name in shown})
-        return Table(["", "value"], [(name, str(value)) for name, value in flat.items()])
-
-    def details(self) -> Table:
-        """What was chosen for each task, and the images that it was scored on."""
-        rows = []
-        for name, score in self.tasks.items():
-            data = self.facts["data"].get(name, "")[:16]
-            rows.append((TITLES[name], self.choice(name), f"{score.num_seeds}", f"{score.num_test:,}", data))
-        return Table(("task", "chosen", "seeds", "test images", "data fingerprint"), rows)
 
 
 def unpublished_warning(tasks: Sequence[str]) -> list[str]:
@@ -138,10 +107,9 @@ def _mean_of(tasks: list[dict[int, dict[str, Any]]]) -> TableScore:
     """
     means = [np.mean([score["accuracy"] for score in by_seed.values()]) for by_seed in tasks]
     tests = [next(iter(by_seed.values()))["num_test"] for by_seed in tasks]
-    seeds, num_seeds = set(tasks[0]), min(map(len, tasks))
-    interval = None
+    seeds = set(tasks[0])
     if not all(tests):
-        num_seeds = 0
+        interval = None
     elif len(seeds) > 1 and all(set(by_seed) == seeds for by_seed in tasks):
         of_each = [float(np.mean([by_seed[seed]["accuracy"] for by_seed in tasks])) for seed in sorted(seeds)]
         # The number of images of one task whose accuracy would be rounded as much as the mean of these is.
@@ -151,7 +119,7 @@ def _mean_of(tasks: list[dict[int, dict[str, Any]]]) -> TableScore:
         interval = of_samples(means[0], tests[0])
     else:
         interval = of_tasks(means, tests)
-    return TableScore(float(np.mean(means)), interval, num_seeds, sum(tests))
+    return TableScore(float(np.mean(means)), interval, sum(tests))
 
 
 # -------------------------------------------------------------------- the report
@@ -169,7 +137,7 @@ def page(column: Column) -> dict[str, bytes | str | None]:
 
 
 def score_table(table: Sequence[Column]) -> Table:
-    """Tasks by group, each with its mean; the overall mean; the mean of the tasks that all columns have."""
+    """Tasks by group, each with its mean; and the overall mean."""
     rows: list[list[str]] = []
     bold = set()
     for mean, members in MEMBERS.items():
@@ -178,12 +146,6 @@ def score_table(table: Sequence[Column]) -> Table:
         bold.add(len(rows))
         title = f"{mean} (mean of {len(members)})" if mean in GROUPS else mean
         rows.append([title, *(_text(column, mean) for column in table)])
-    common = [name for name in TITLES if all(name in column.tasks for column in table)]
-    if 0 < len(common) < len(TASKS):
-        bold.add(len(rows))
-        means = (100 * float(np.mean([column.tasks[name].accuracy for name in common])) for column in table)
-        texts = (f"{mean:.2f}{column.mark(*common)}" for mean, column in zip(means, table, strict=True))
-        rows.append([f"mean of the {counted(len(common), 'task')} that all have", *texts])
     return Table(["task", *(column.name for column in table)], rows, frozenset(bold))
 
 

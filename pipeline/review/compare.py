@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.base.files import table_csv
 from pipeline.base.page import PngImage, Table, render
-from pipeline.base.words import aligned, shorten
+from pipeline.base.words import aligned, first_of, shorten
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate.differences import LEVEL, in_words
 from pipeline.evaluate.intervals import of_seeds
@@ -27,7 +27,6 @@ from pipeline.review.statistics import (
     by_evaluation,
     comparable,
     contenders,
-    listed,
     pairs_of,
     scored_on,
 )
@@ -35,13 +34,9 @@ from pipeline.review.table import as_parquet, differences, row, settings_that_di
 from pipeline.settings.commands.reports import CompareConfig
 
 _TEMPLATE = Path(__file__).parent / "templates" / "comparison.j2"
-# With more runs, a table of what differs has a row for each run, not a column.
-_MAX_COLUMNS = 6
 _MAX_PAIRS = 30
 # Length of the folder's name; file systems allow 255 bytes.
 _MAX_CHARACTERS = 60
-# Budgets of two runs whose ratio is nearer to 1 count as the same.
-_SAME_BUDGET = 0.01
 
 
 def run(config: CompareConfig) -> dict[str, RunRecord]:
@@ -102,7 +97,7 @@ class Group:
         interval = of_seeds(found.values, found.num_samples, found.metric.is_share)
         in_brackets = found.metric.interval_text(interval.low, interval.high)
         return (
-            f"{listed(found.names)} differ in their seed only, so there is no difference of settings to test: mean"
+            f"{first_of(found.names, 12)} differ in their seed only, so there is no difference to test: mean"
             f" {found.metric.text(found.mean)}, 95 % interval over seeds{in_brackets}."
         )
 
@@ -138,11 +133,6 @@ class Group:
     def pairs_of_best(self) -> list[Pair]:
         return [pair for pair in self.pairs if pair.first is self.pairs[0].first]
 
-    @property
-    def untested(self) -> list[str]:
-        tested = {name for pair in self.pairs for name in (*pair.first.names, *pair.second.names)}
-        return [name for name in self.records if name not in tested]
-
 
 def groups_of(records: Records) -> list[Group]:
     """The groups of runs whose scores can be compared."""
@@ -170,7 +160,7 @@ def by_kind(records: Records) -> dict[str, RunRecord]:
 
 
 def claims(groups: Sequence[Group]) -> Iterator[str]:
-    """What can be said of the best run of each group beside the others, with what differs in their curves."""
+    """What can be said of the best run of each group beside the others."""
     yield from filter(None, (group.of_seeds for group in groups))
     for pair in (pair for group in groups for pair in group.pairs_of_best):
         better, than, by, interval, _, corrected, verdict, _ = _told(pair)
@@ -198,7 +188,7 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
     sweeps = [replace(record.sweep, name=name) for name, record in records.items() if record.sweep]
     return render(
         _TEMPLATE,
-        f"Comparison of {listed(list(records), 4)}",
+        f"Comparison of {first_of(list(records), 3)}",
         pictures,
         TEMPLATES,
         sweeps=sweeps,
@@ -207,23 +197,8 @@ def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]
         lines=list(comparable(records, [list(group.records) for group in groups])),
         groups=[group for group in groups if len(group.records) > 1],
         level=LEVEL,
-        sections={title: _differing(values) for title, values in sections.items()},
+        sections={title: Table(("", *values), differences(values)) for title, values in sections.items()},
     )
-
-
-def _differing(values: Mapping[str, Mapping[str, Any]]) -> tuple[str, Table | None]:
-    """Returns (what is known and the same of all runs, a table of what differs if anything does). values: run -> name
-    -> value.
-    """
-    rows = differences(values)
-    differ = [name for name, *_ in rows]
-    of_first = next(iter(values.values()))
-    same = "; ".join(f"{name} {value}" for name, value in of_first.items() if value != "–" and name not in differ)
-    if not rows:
-        return same, None
-    if len(values) <= _MAX_COLUMNS:
-        return same, Table(("", *values), rows)
-    return same, Table(("run", *differ), list(zip(values, *(of_runs for _, *of_runs in rows), strict=True)))
 
 
 def shown(value: Any) -> str:
@@ -244,25 +219,11 @@ def _told(pair: Pair) -> tuple[str, ...]:
     form, scale = ("+.2f", 100) if pair.first.metric.is_share else ("+.4f", 1)
     points = [format(scale * value, form) for value in (d.value, d.low, d.high)]
     p, corrected = ("<0.0001" if value < 0.0001 else f"{value:.4f}" for value in (d.p, pair.corrected))
-    verdict = in_words(d, pair.corrected) + _budget(pair)
+    verdict = in_words(d, pair.corrected)
     interval = f"{points[1]} to {points[2]}"
     return pair.first.title, pair.second.title, points[0], interval, p, corrected, verdict, d.method
 
 
-def _budget(pair: Pair) -> str:
-    """Budget of the better of two runs, such as ", with 2.5 times the images and 2.5 times the FLOPs"; "" if it is the
-    same, or both are unknown.
-    """
-    told, (first, second) = [], (of.record.axes(of.record.last_step) for of in (pair.first, pair.second))
-    if bool(first) != bool(second):
-        return f", of which {(pair.second if first else pair.first).title} saw an unknown number of images"
-    for axis, name in (("images_seen", "images"), ("exaflops", "FLOPs")):
-        ratio = first[axis] / second[axis] if first.get(axis) and second.get(axis) else 1.0
-        if abs(ratio - 1) > _SAME_BUDGET:
-            told.append(f"{ratio:.3g} times the {name}")
-    return f", with {' and '.join(told)}" if told else ""
-
-
 def _pair_row(pair: Pair) -> dict[str, Any]:
-    tested = {"p_corrected": pair.corrected, "verdict": in_words(pair.difference, pair.corrected) + _budget(pair)}
+    tested = {"p_corrected": pair.corrected, "verdict": in_words(pair.difference, pair.corrected)}
     return {"first": pair.first.title, "second": pair.second.title, **asdict(pair.difference), **tested}

@@ -1,9 +1,10 @@
-"""Runs side by side: curves against steps, images seen and FLOPs."""
+"""Curves: of one run, and of runs side by side against steps, images seen and FLOPs."""
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,17 +13,17 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from pipeline.base.metric import SPREAD, title_of
 from pipeline.base.page import COLOURS, PngImage, add_legend, png, style_axes
-from pipeline.base.words import shorten
+from pipeline.base.words import first_of, shorten
 from pipeline.review.record import RunRecord, Series
-from pipeline.review.statistics import Records, by_loss, in_seeds, listed, seed_groups
+from pipeline.review.statistics import Records, by_loss, in_seeds, seed_groups
 
 # More runs than colours differ by the style of their lines.
 _STYLES = ("-", "--", ":", "-.")
 _MAX_NAME = 36
 # Window of the running mean of a series, as a share of the run; shorter series are drawn as they are.
-_SMOOTH, SMOOTH_FROM = 0.02, 100
+_SMOOTH, _SMOOTH_FROM = 0.02, 100
 
-
+_Line = tuple[np.ndarray, np.ndarray, dict[str, Any]]  # Amounts, values and the look of a curve.
 # What runs are compared against -> its amount in one step of a run, 0 if unknown.
 _AXES: dict[str, Callable[[RunRecord], float]] = {
     "step": lambda record: 1.0,
@@ -48,7 +49,7 @@ def curves(records: Records) -> list[PngImage]:
         if content := draw_curves({run: records[run] for run in lines}, title, lines, seeds):
             used[file] += 1
             name = f"{file}_{used[file]}.png" if used[file] > 1 else f"{file}.png"
-            about = f"{title} of {listed(list(lines))} against steps, images seen and training FLOPs"
+            about = f"{title} of {first_of(list(lines), 12)} against steps, images seen and training FLOPs"
             pictures.append(PngImage(name, about, content))
     return pictures
 
@@ -94,53 +95,60 @@ def draw_curves(
     if not any(series.steps[-1] > 0 for series in chosen.values()):  # Weights evaluated by themselves have no steps.
         return None
     groups = [group for of in seeds if (group := [name for name in of if name in chosen])]
-    axes_used = [(x, amount) for x, amount in _AXES.items() if any(amount(records[name]) for name in chosen)]
-    legend_rows = -(-len(groups) // 4) if len(groups) > 1 else 0
-    figure = Figure(figsize=(15.0, 4.2 + 0.22 * legend_rows), dpi=110, layout="constrained")
-    for (x, amount), axes in zip(axes_used, figure.subplots(1, len(axes_used), squeeze=False)[0], strict=True):
+    panels = []
+    for x, amount in _AXES.items():
+        lines = list[_Line]()
         for place, group in enumerate(groups):
             style = _STYLES[place // len(COLOURS) % len(_STYLES)]
             look = {"color": COLOURS[place % len(COLOURS)], "linestyle": style}
             for name in group:
                 if per_step := amount(records[name]):
-                    label = shorten(in_seeds(group), _MAX_NAME) if name == group[0] else None
-                    draw_line(axes, chosen[name].steps * per_step, chosen[name].values, look, label)
-        finish(axes, x)
+                    label = shorten(in_seeds(group), _MAX_NAME) if name == group[0] and len(groups) > 1 else ""
+                    lines.append((chosen[name].steps * per_step, chosen[name].values, {**look, "label": label}))
+        if lines:
+            panels.append(("", x, lines))
+    return _draw(panels, title)
+
+
+def draw_run(record: RunRecord) -> bytes | None:
+    """PNG of the curves of one run; None if it has none."""
+    found = [(title, series) for _, title, series in lines_of(record)]
+    for name, title in (("lr", "learning rate"), ("images_per_second", "images/s")):
+        if series := record.series.get(name):
+            found.append((title, series))
+    look = {"color": COLOURS[0]}
+    return _draw([(title, "step", [(one.steps, one.values, look)]) for title, one in found], "") if found else None
+
+
+def _draw(panels: Sequence[tuple[str, str, Sequence[_Line]]], title: str) -> bytes:
+    """PNG of panels, three in a row. panels: (title, what curves are drawn against, curves)."""
+    columns = min(3, len(panels))
+    figure = Figure(figsize=(5.0 * columns, 4.2 * -(-len(panels) // columns)), dpi=110, layout="constrained")
+    for number, (heading, x, lines) in enumerate(panels, 1):
+        axes = figure.add_subplot(-(-len(panels) // columns), columns, number)
+        for line in lines:
+            _draw_line(axes, *line)
+        axes.set_title(heading, fontsize=10)
+        axes.set_xlabel(x)
+        style_axes(axes)
+        axes.margins(x=0.02)
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(EngFormatter())
     figure.suptitle(title)
-    if legend_rows:
-        lines = figure.axes[0].get_legend_handles_labels()
-        add_legend(figure, *lines, loc="outside lower center", ncols=min(4, len(groups)), fontsize=9)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if handles:
+        add_legend(figure, handles, labels, loc="outside lower center", ncols=min(4, len(handles)), fontsize=9)
     return png(figure)
 
 
-def finish(axes: Axes, x: str) -> None:
-    """Give axes the look of all curves. x: what they are drawn against."""
-    axes.set_xlabel(x)
-    style_axes(axes)
-    axes.margins(x=0.02)
-
-
-def draw_line(
-    axes: Axes,
-    amounts: np.ndarray,
-    values: np.ndarray,
-    look: dict[str, str],
-    label: str | None = None,
-) -> None:
+def _draw_line(axes: Axes, amounts: np.ndarray, values: np.ndarray, look: dict[str, Any]) -> None:
     """Draw values, non-finite ones as gaps; of a long series the running mean, and the values faintly."""
-    values = finite(values)
-    if len(values) >= SMOOTH_FROM:
+    values = np.where(np.isfinite(values), values, np.nan)
+    if len(values) >= _SMOOTH_FROM:
         axes.plot(amounts, values, color=look["color"], alpha=0.25, linewidth=0.8)
         values = running_mean(values)
     marker = "o" if len(values) <= 40 else None
-    axes.plot(amounts, values, **look, marker=marker, markersize=3.5, linewidth=1.4, label=label)  # type: ignore[arg-type]
-
-
-def finite(values: np.ndarray) -> np.ndarray:
-    """The values, NaN for infinite ones."""
-    return np.where(np.isfinite(values), values, np.nan)
+    axes.plot(amounts, values, marker=marker, markersize=3.5, linewidth=1.4, **look)
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:

@@ -16,21 +16,28 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from pipeline.base.files import replacing
-from pipeline.base.page import report
+from pipeline.base.gallery import DPI
+from pipeline.base.page import png, report
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.base.words import on_one_line
 from pipeline.cluster.status_files import read_settings
 from pipeline.data.dataset.manifest import Dataset, Split
+from pipeline.data.loading.loader import Loader
+from pipeline.data.loading.values import to_rgb
+from pipeline.data.loading.views import eval_view
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.cache import Storage
 from pipeline.evaluate import mistakes
+from pipeline.evaluate.classify import read_pixels
 from pipeline.evaluate.render import draw_confusion, draw_scatter
-from pipeline.explain import explain
+from pipeline.explain import explain, galleries
 from pipeline.monitor.page_folder import FIGURES, MISTAKES, PAGE
 from pipeline.process.committed import checkpoints_of, newest_complete
-from pipeline.review.figures import draw_run, draw_sheet, read_shown
+from pipeline.review.curves import draw_run
 from pipeline.review.reader import from_folder
 from pipeline.review.record import PREDICTIONS, LastNumbers, LastPredictions
 from pipeline.settings import schema
@@ -39,6 +46,7 @@ from pipeline.settings.run import RunConfig
 
 Files = dict[str, bytes | str | None]
 _NUM_EXPLAINED = 4
+_NUM_SHOWN = 32
 _MAX_SECONDS = 300
 
 
@@ -93,7 +101,7 @@ def _of_evaluation(folder: Path) -> Iterator[bytes | Files | None]:
     found = LastPredictions.read(folder)
     dataset, split, manifest_split = _evaluated(config)
     yield draw_confusion(found.true, found.predicted, dataset.class_names)
-    yield draw_sheet(found, dataset.class_names, split, config)
+    yield _draw_sheet(found, dataset.class_names, split, config)
     yield None
     record = from_folder(folder)
     evaluated = record.dataset("evaluation")
@@ -104,13 +112,34 @@ def _of_evaluation(folder: Path) -> Iterator[bytes | Files | None]:
         found.of_label,
         dataset.class_names,
         split,
-        partial(read_shown, split, config),
+        partial(_read_shown, split, config),
         mistakes.how_found(split.name, evaluated.notes.get(TRAINED_BY, "") if evaluated else ""),
         config.data.path,
         manifest_split,
     )
     content = mistakes.blocks(of_run, pictures, folder / PAGE / MISTAKES)
     yield of_run.files(pictures) | report(f"Mistakes of {record.name}", content)
+
+
+def _read_shown(split: Split, config: RunConfig, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (the rows that can be read, the crops that the model sees, uint8 (n, H, W, 3))."""
+    view = eval_view(config.augment, config.model.image_size, split.pixels)
+    with Loader(split, view, threads=1, prefetch=2, max_bad_share=1.0) as loader:
+        rows, pixels = read_pixels(loader, rows, 16)
+    return rows, to_rgb(pixels.numpy(), split.pixels)
+
+
+def _draw_sheet(found: LastPredictions, names: list[str], split: Split, config: RunConfig) -> bytes | None:
+    """PNG of images, in the crops that the model sees, with true and predicted class: confident mistakes first, then
+    right ones.
+
+    None if no image has both.
+    """
+    if not ((found.true >= 0) & (found.predicted >= 0)).any():
+        return None
+    read = partial(_read_shown, split, config)
+    figure = galleries.draw_predictions(found.true, found.predicted, found.probability, names, _NUM_SHOWN, read)
+    return png(figure, DPI, split.pixels.describe_shown())
 
 
 def _of_weights(folder: Path, *names: str) -> Iterator[bytes | None]:

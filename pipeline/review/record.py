@@ -144,11 +144,6 @@ class RunRecord(RunFacts):
     results: dict[str, Any]
     num_damaged: int
 
-    def text(self, name: str) -> str:
-        """Content of a text file in `page/`; "" if it is missing."""
-        file = self.folder / PAGE / name
-        return file.read_text(errors="replace").strip() if file.exists() else ""
-
     # ------------------------------------------------------------------ data and model
     @property
     def data_name(self) -> str:

@@ -7,23 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeline.base.errors import UserError
 from pipeline.base.metric import kind_of, title_of
 from pipeline.base.page import Block, PngImage, Table, render
 from pipeline.base.progress import duration
 from pipeline.base.trained_on import TRAINED_BY, not_held_out
-from pipeline.base.words import command_line, counted, si
+from pipeline.base.words import counted, si
 from pipeline.evaluate import mistakes
 from pipeline.experiment.table import TEMPLATES
 from pipeline.experiment.vtab_report import score_table
-from pipeline.monitor.export import read_states
-from pipeline.monitor.mlflow.state import STATE_FILE
 from pipeline.monitor.page_folder import FIGURES, MISTAKES, PAGE
-from pipeline.process.committed import run_of_checkpoint
 from pipeline.process.outputs import hold, try_output
 from pipeline.review.compare import shown, when, write_report
-from pipeline.review.figures import draw_run
-from pipeline.review.reader import from_folder, is_run, read
+from pipeline.review.curves import draw_run
+from pipeline.review.reader import read
 from pipeline.review.record import RunRecord, best_of
 from pipeline.review.table import PLACES, row, weights_of
 from pipeline.settings import schema
@@ -31,15 +27,6 @@ from pipeline.settings.commands.reports import RunReportConfig
 from pipeline.settings.run import RunConfig
 
 _TEMPLATE = Path(__file__).parent / "templates" / "run.j2"
-_KINDS = {
-    "pretrain": "pre-training",
-    "finetune": "fine-tuning",
-    "grid": "grid of fine-tunings",
-    "vtab": "VTAB-1k sweep",
-    "data": "job on data",
-    "explain": "explanation of a model",
-}
-_MAX_ANCESTORS = 8
 # Metrics whose last value is to be known before the scores are trusted.
 _COUNTS = {
     "skipped_steps": "steps skipped for a non-finite gradient or a loss spike",
@@ -47,7 +34,6 @@ _COUNTS = {
     "bad_samples": "training images that could not be read",
     "storage_retries": "storage requests that were tried again",
 }
-_SHOWN_PACKAGES = ("torch", "deepspeed", "ray", "mlflow", "numpy", "pyarrow")
 
 
 def run(config: RunReportConfig) -> Path:
@@ -85,7 +71,6 @@ def page(title: str, record: RunRecord) -> dict[str, bytes | str | None]:
         TEMPLATES,
         record=record,
         of_mistakes=of_mistakes,
-        kind=_KINDS.get(record.kind, record.kind),
         period=[when(seconds) for seconds in record.period],
         problems=list(problems(record)),
         starts=[
@@ -98,7 +83,7 @@ def page(title: str, record: RunRecord) -> dict[str, bytes | str | None]:
             )
             for start in record.starts
         ],
-        lineage=list(lineage(record)),
+        lineage=lineage(record),
         measured=measured(record),
         scores=list(score_rows(record)),
         sweep_scores=score_table([record.sweep]) if record.sweep else None,
@@ -125,46 +110,22 @@ def problems(record: RunRecord) -> Iterator[str]:
     if unreadable and unreadable.values[-1] > 0:
         treated = "are not scored" if kind_of(record.scored) == "r2" else "count as wrong"
         yield f"{unreadable.values[-1]:,.0f} held-out images could not be read, and {treated}"
-    if "loss" in series and (broken := int(np.count_nonzero(~np.isfinite(series["loss"].values)))):
-        yield f"{counted(broken, 'log line')} with a loss that is not finite"
     if record.num_damaged:
         yield f"{counted(record.num_damaged, 'damaged line')} of metrics.jsonl ignored"
     if record.outcome != "finished":
         yield f"{record.status}: {record.outcome}"
-    if record.status == "finished" and record.last_step < record.steps:
-        yield f"only {record.last_step:,} of {record.steps:,} planned steps are recorded"
     if record.revision.endswith("+changes"):
         yield "the code had changes that are in no commit"
-    yield from (f"from step {one.step:,} on, other settings: {one.changed}" for one in record.starts if one.changed)
     if (excluded := record.parameters.get("excluded", "none")) != "none":
         yield f"samples were excluded from training on purpose: {excluded}"
 
 
-def lineage(record: RunRecord) -> Iterator[tuple[str, ...]]:
-    """A row for the run, and for each of the runs before it whose folder is here: which weights it began with, as they
-    were then.
-    """
-    for _ in range(_MAX_ANCESTORS):
-        if (used := record.origin) is None:
-            return
-        kind = _KINDS.get(record.kind, record.kind)
-        yield (
-            record.name,
-            kind,
-            used.run or used.path,
-            shown(used.step),
-            used.score or "–",
-            used.sha256,
-            used.run_id or "–",
-        )
-        path = Path(used.path).absolute()  # The checkpoint itself may have been removed since.
-        around = next((folder for folder in path.parents[:4] if is_run(folder)), None) or run_of_checkpoint(path)
-        if around is None:
-            return
-        try:
-            record = from_folder(around)
-        except (UserError, OSError):  # A damaged run of the past is not this run's problem.
-            return
+def lineage(record: RunRecord) -> Table | None:
+    """The weights that the run began with, as they were then."""
+    if (used := record.origin) is None:
+        return None
+    known = (used.run or used.path, shown(used.step), used.score or "–", used.sha256, used.run_id or "–")
+    return Table(("began with the weights of", "step", "which scored", "SHA-256", "MLflow run"), [known])
 
 
 def measured(record: RunRecord) -> Table | None:
@@ -179,13 +140,11 @@ def measured(record: RunRecord) -> Table | None:
     memory, waits = record.series.get("peak_memory_gib"), record.median("data_wait")
     rows = [
         ("steps", f"{steps:,}", f"{done:,}"),
-        ("images", f"{steps * batch:,}", f"{done * batch:,}"),
         ("epochs", f"{in_all:,.1f}", f"{in_all * done / steps:,.1f}"),
         ("training arithmetic", si(planned, "FLOP"), si(so_far, "FLOP")),
         ("images/s, median", "–", shown(record.median("images_per_second"))),
         ("MFU, median", "–", shown(record.median("mfu"))),
         ("time of training steps", "–", duration(record.training_seconds)),
-        ("ranks", shown(record.ranks), f"{record.ranks} ({record.tags.get('device', '')})"),
         ("peak memory of a rank", "–", f"{np.nanmax(memory.values):.2f} GiB" if memory else "–"),
         ("share of time that waits for data, median", "–", "–" if waits is None else f"{waits:.1%}"),
     ]
@@ -225,10 +184,7 @@ def data(record: RunRecord) -> Table:
 
 
 def code(record: RunRecord) -> Table:
-    packages = [
-        line for line in record.text("environment.txt").splitlines() if line.split("==")[0].lower() in _SHOWN_PACKAGES
-    ]
-    known = row(record.name, record)["Code"] | {"packages": ", ".join(packages)}
+    known = row(record.name, record)["Code"]
     return Table(("", "value"), [(name.replace("_", " "), shown(value)) for name, value in known.items() if value])
 
 
@@ -237,23 +193,7 @@ def weights(record: RunRecord) -> tuple[Table | None, str]:
     found, problem = weights_of(record)
     if not found:
         return None, problem
-    states = read_states(record.folder / STATE_FILE).values()
-    sent = {sha256: model.model_id for state in states for sha256, model in state.models.items()}
-    rows = [
-        (
-            ", ".join(one.roles) or "–",
-            f"{one.step:,}",
-            one.sha256,
-            one.path,
-            f"models:/{sent[one.sha256]}" if one.sha256 in sent else "–",
-        )
-        for one in found
-    ]
+    rows = [(", ".join(one.roles) or "–", f"{one.step:,}", one.sha256, one.path) for one in found]
     chosen = next((one for one in found if "best" in one.roles), found[-1])
-    words = [f"weights={chosen.path}"]
-    if held_out := record.dataset("evaluation"):
-        # "dev" is a part of the training split, which that command does not know.
-        split = str(record.settings.get("data.eval_split") or "") if held_out.split == "dev" else held_out.split
-        words += [f"data={held_out.source}", *([f"split={split}"] if split else [])]
-    how = f'{command_line("evaluate", *words)}\n\nfrom pipeline.model import load\nmodel = load("{chosen.path}")'
-    return Table(("role", "step", "SHA-256 of model.safetensors", "where", "in MLflow"), rows), how
+    how = f'from pipeline.model import load\nmodel = load("{chosen.path}")'
+    return Table(("role", "step", "SHA-256 of model.safetensors", "where"), rows), how

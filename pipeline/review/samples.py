@@ -1,7 +1,6 @@
 """Lists the samples of a step. Computed from the order alone, for past and future steps."""
 
 import json
-import math
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -31,7 +30,7 @@ from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import Fact, differences, fact_of, facts_of
 
 _STATE = "state.json"
-_TILE = 96
+_MAX_DRAWN = 64
 
 
 def run(config: SamplesConfig) -> list[dict[str, Any]]:
@@ -58,7 +57,7 @@ def run(config: SamplesConfig) -> list[dict[str, Any]]:
     rows, uses = order.slice(number)
     table = _of_step(data.dataset, split, order, number * batch, rows, uses)
     if config.sheet:
-        _draw(of_run, split, rows, uses, Path(config.sheet))
+        _draw(of_run, split, rows[:_MAX_DRAWN], uses[:_MAX_DRAWN], Path(config.sheet))
     when = "trained" if config.step <= trained else "not trained yet"
     when += f" (the newest checkpoint is of step {trained:,})" if state else ""
     said = f"step {config.step:,} of {steps:,}: {counted(len(rows), 'sample')}, {when}"
@@ -144,12 +143,9 @@ def _of_step(
 
 
 def _draw(config: RunConfig, split: Split, rows: np.ndarray, epochs: np.ndarray, file: Path) -> None:
-    """Write a contact sheet of the augmented images, row by row in table order; unreadable images are black.
-
-    The views of an image stand side by side, all in one scale.
-    """
-    import cv2  # Late: tables need neither OpenCV nor torch.
-
+    """Write a picture of augmented images in table order, the views of each below it; unreadable images are black."""
+    from pipeline.base.gallery import Tile, folded, gallery  # Late: tables need neither Matplotlib nor torch.
+    from pipeline.base.page import png
     from pipeline.data.loading.loader import Loader
     from pipeline.data.loading.values import to_rgb
     from pipeline.data.loading.views import read_by, train_views
@@ -159,17 +155,6 @@ def _draw(config: RunConfig, split: Split, rows: np.ndarray, epochs: np.ndarray,
     with Loader(split, writer, config.data.threads, prefetch=1, max_bad_share=1.0) as loader:
         batch = next(loader.batches([(rows, epochs)]))
     views = [to_rgb(view, split.pixels) for group in batch.views for view in group.numpy()]
-    scale = min(1, _TILE / max(max(view.shape[1:3]) for view in views))
-    sizes = [[round(scale * side) for side in view.shape[1:3]] for view in views]
-    parts = []
-    for view, (height, width) in zip(views, sizes, strict=True):
-        small = np.stack([cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA) for image in view])
-        parts.append(np.pad(small, ((0, 0), (0, max(sizes)[0] - height), (0, 0), (0, 0))))
-    strips = np.concatenate(parts, 2)  # (samples, height, width of all views, 3)
-    across = math.ceil(math.sqrt(len(rows) / len(views)))
-    strips = np.pad(strips, ((0, -len(rows) % across), (0, 0), (0, 0), (0, 0)))
-    sheet = strips.reshape(-1, across, *strips.shape[1:]).swapaxes(1, 2).reshape(-1, across * strips.shape[2], 3)
-    if caption := split.pixels.describe_shown():
-        print(caption, file=sys.stderr)
+    figure = gallery(folded([[Tile(pixels) for pixels in view] for view in views]), "Images as the model sees them")
     with replacing(file) as out:
-        out.write(cv2.imencode(".png", sheet[:, :, ::-1])[1].tobytes())
+        out.write(png(figure, caption=split.pixels.describe_shown()))

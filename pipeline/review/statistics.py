@@ -11,20 +11,17 @@ import numpy as np
 
 from pipeline.base.metric import MAIN, Metric, kind_of
 from pipeline.base.trained_on import TRAINED_BY
-from pipeline.base.words import counted
+from pipeline.base.words import counted, first_of
 from pipeline.evaluate.differences import (
     ScoreDifference,
     holm,
     of_proportions,
-    of_same_draws,
     of_same_groups,
     of_same_images,
     of_seeds,
 )
-from pipeline.evaluate.intervals import Bootstrap
-from pipeline.evaluate.regression import SCORES, TargetPredictions, measure_of
 from pipeline.monitor.run_page import TEACHER_TAG
-from pipeline.review.record import PREDICTIONS, LastNumbers, LastPredictions, RunRecord
+from pipeline.review.record import PREDICTIONS, LastPredictions, RunRecord
 from pipeline.settings import schema
 from pipeline.settings.run import RunConfig
 
@@ -112,11 +109,6 @@ def pairs_of(found: Sequence[Contender]) -> list[Pair]:
         if len(first.values) + len(second.values) > 2:
             num_samples = min(first.num_samples, second.num_samples)
             difference = of_seeds(first.values, second.values, num_samples, first.metric.is_share)
-        elif not first.num_samples:
-            found_difference = _of_same_draws(first, second)
-            if found_difference is None:
-                continue
-            difference = found_difference
         elif ours and theirs and np.array_equal(ours[0], theirs[0]):
             groups = ours[2] if len(ours[2]) else theirs[2]
             right = ours[1], theirs[1]
@@ -160,31 +152,6 @@ def _right(contender: Contender) -> tuple[np.ndarray, np.ndarray, np.ndarray] | 
     right = found.predicted == found.true
     is_of_score = len(right) == contender.num_samples and abs(right.sum() - contender.mean * len(right)) < 0.5
     return (np.stack([found.rows, found.true]), right, found.groups) if is_of_score else None
-
-
-def _of_same_draws(first: Contender, second: Contender) -> ScoreDifference | None:
-    """The difference of two R2 from the last predictions of both runs; None unless these are of the same
-    images, and give the scores. Raises UserError for a damaged file.
-    """
-    folders = [contender.record.folder for contender in (first, second)]
-    if kind_of(first.record.scored) != "r2" or not all((folder / PREDICTIONS).exists() for folder in folders):
-        return None
-    one, other = (LastNumbers.read(folder) for folder in folders)
-    if not (np.array_equal(one.rows, other.rows) and np.array_equal(one.targets, other.targets, equal_nan=True)):
-        return None
-    known = np.isfinite(one.values).all(1) & np.isfinite(other.values).all(1)
-    targets, num = one.targets[known], int(known.sum())
-    readable = np.ones(num, bool)
-    both = [measure_of(TargetPredictions(found.values[known], targets, readable, {})) for found in (one, other)]
-    mean = SCORES.index("r2") - len(SCORES)  # The means over the targets come last.
-
-    def measure(weights: np.ndarray) -> np.ndarray:
-        return np.array([of(weights)[mean] for of in both])
-
-    if not num or not np.allclose(measure(np.ones(num)), [first.mean, second.mean], atol=1e-5):
-        return None
-    groups = one.groups[known] if len(one.groups) else None
-    return of_same_draws(first.mean, second.mean, Bootstrap.of(measure, num, groups), groups is not None)
 
 
 # ---------------------------------------------------------------------- what can be compared
@@ -248,19 +215,15 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
             " in one ranking."
         )
     for number, group in enumerate(groups, 1):
-        # data.dev_share draws different images of the same data by the seed.
-        of_dev = [records[name] for name in group if records[name].split == "dev" and not records[name].scored_split[0]]
-        drawn = {(str(one.settings.get("seed")), str(one.settings.get("data.limit"))) for one in of_dev}
-        images = "on other images for each seed" if len(drawn) > 1 else "on the same images"
-        yield f"Set {number}, {images} ({scored_on(records[group[0]])[1]}): {listed(group)}."
+        yield f"Set {number} ({scored_on(records[group[0]])[1]}): {first_of(group, 12)}."
     scored = {name for group in groups for name in group}
     if absent := [name for name in records if name not in scored]:
-        yield f"Without a score: {listed(absent)}."
+        yield f"Without a score: {first_of(absent, 12)}."
     for name, record in records.items():
         held_out = record.dataset("evaluation")
         if held_out and TRAINED_BY in held_out.notes:
             yield f"{name} has no score of held-out images, since {held_out.notes[TRAINED_BY]} trained on them."
-        if record.status not in ("finished", ""):
+        if record.status != "finished":
             yield f"Not as planned: {name} ({record.outcome})."
     seen = {record.images_seen for record in records.values() if record.images_seen}
     if len(seen) > 1:
@@ -293,10 +256,3 @@ def _by_value(records: Records, value: Callable[[RunRecord], V]) -> dict[V, list
 def in_seeds(names: Sequence[str]) -> str:
     """Name of runs that differ only in their seed: the first one's, and their number."""
     return names[0] if len(names) == 1 else f"{names[0]} ({counted(len(names), 'seed')})"
-
-
-def listed(names: Sequence[str], most: int = 12) -> str:
-    """Names in one phrase; of many, the first and the number of the others."""
-    if len(names) <= most:
-        return ", ".join(names)
-    return f"{', '.join(names[: most - 1])} and {len(names) - most + 1} others"

@@ -25,12 +25,6 @@ from pipeline.settings.commands.study import StudyConfig, StudyModel
 MODELS = "models=[{name: one},{name: two,settings: [model.width=32]}]"
 
 
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take a second a report."""
-    monkeypatch.setattr("pipeline.experiment.questions.ablation.draw_differences", lambda *_: b"")
-
-
 @pytest.fixture
 def base(dataset: Path, tmp_path: Path) -> Path:
     return write_run(tmp_path, dataset)

@@ -18,7 +18,7 @@ from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.experiment import study as studies
 from pipeline.experiment.engine import jobs_of, run_one
-from pipeline.experiment.plan import CostEstimate, estimate, write_script
+from pipeline.experiment.plan import hours_of, write_script
 from pipeline.experiment.spec import make_spec
 from pipeline.experiment.study import Study, compute_of_runs, pretraining_compute
 from pipeline.model import create, save
@@ -42,7 +42,7 @@ def make(base: Path, text: str, *overrides: str) -> StudyConfig:
 SIZES = """
 name: sizes
 question: data_size
-models: [{name: wide, family: ViT, settings: [model.width=32]}, {name: slim, family: ViT}]
+models: [{name: wide, settings: [model.width=32]}, {name: slim}]
 data_sizes: [50, 100%]
 seeds: [0, 1]
 """
@@ -70,7 +70,6 @@ def test_each_combination_is_a_cell(base: Path) -> None:
         (seed, size) for seed in (0, 1) for size in (50, 150)
     }
     assert [cell.flops for cell in study.cells] == sorted(cell.flops for cell in study.cells), "cheapest first"
-    assert {cell.facts["family"] for cell in study.cells} == {"ViT"}
     wide = next(cell for cell in study.cells if cell.name == "wide-n50-seed1")
     assert wide.config.model.width == 32
     assert wide.folder == base.parent / "runs" / "sizes" / "wide-n50-seed1"
@@ -88,20 +87,13 @@ def test_budgets_are_the_same_compute_for_each_model(base: Path) -> None:
     assert by_name["slim-1e-09EF-seed0"].flops == pytest.approx(by_name["wide-1e-09EF-seed0"].flops, rel=0.2)
 
 
-def test_minutes_are_the_same_time_for_each_model(base: Path) -> None:
-    text = SCALING.replace("budgets: [1.0e-9, 2.0e-9]", "minutes: [0.5, 1]").replace(
-        "{name: slim}", "{name: slim, speed: 8}"
-    )
-    with pytest.raises(UserError, match="minutes needs the speed of model wide"):
-        Study(make(base, text))
-    study = Study(make(base, text.replace("{name: wide,", "{name: wide, speed: 4,")))
-    assert {cell.name: cell.facts["steps"] for cell in study.cells} == {
-        "wide-0.5min-seed0": 5,
-        "wide-1min-seed0": 10,
-        "slim-0.5min-seed0": 10,
-        "slim-1min-seed0": 20,
-    }
-    assert estimate(study, {}).hours["slim-1min-seed0"] == pytest.approx((60 + 20) / 3600)
+def test_models_may_have_lengths_of_their_own_instead(base: Path) -> None:
+    models = "[{name: wide, settings: [model.width=32,train.length=10 steps]}, {name: slim}]"
+    ablation = "name: a\nquestion: ablation\nmodels: " + models + "\nsettings: [train.length=20 steps]"
+    steps = {cell.name: cell.facts["steps"] for cell in Study(make(base, ablation)).cells}
+    assert steps == {"wide-seed0": 10, "slim-seed0": 20}
+    with pytest.raises(UserError, match=r"model wide sets train\.length=10 steps"):
+        make(base, SCALING, f"models={models}")
 
 
 def test_the_examples_of_the_documentation_are_settings(tmp_path: Path) -> None:
@@ -187,13 +179,12 @@ def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path)
     study = Study(schema.load(StudyConfig, file, more))
     lengths = max(1, len(own.lengths), len(own.budgets))
     assert len(study.cells) == len(own.models) * max(1, len(own.data_sizes)) * lengths * len(own.seeds)
-    assert sum(estimate(study, {}).hours.values()) > 0
+    assert sum(hours_of(study, {}).values()) > 0
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("models=[{name: a},{name: b}]", "a-n50-seed0 and b-n50-seed0 are the same run: leave out one"),
         ("data_sizes=[50,151]", "only|150"),
         ("lengths=[8 steps,9 steps]", "belong to question = scaling"),
         ("models=[{name: a},{name: b,weights: runs/b}]", "weights.*question = labels"),
@@ -209,7 +200,7 @@ def test_the_ready_studies_have_cells(file: Path, dataset: Path, tmp_path: Path)
         ),
         ("models=[{name: a},{name: a}]", "models has two called 'a'"),
         ("score=5shot", "score = 5shot: these cells will not have it, but top1\\."),
-        ("cooldown=0.5", "cooldown = 0.5 .* lengths or budgets or minutes"),
+        ("cooldown=0.5", "cooldown = 0.5 .* lengths or budgets"),
         (
             "settings=[schedule.warmup=9 steps]",
             "cell wide-n50-seed0: schedule.warmup = 9 steps ",
@@ -232,7 +223,7 @@ def test_a_started_study_may_grow_but_not_change(base: Path) -> None:
     for change, message in (
         ("settings=[optimizer.lr=0.5]", "optimizer.lr was 0.001, is 0.5 in slim-n50-seed0"),
         (
-            "models=[{name: wide, family: ViT, settings: [model.width=48]}]",
+            "models=[{name: wide, settings: [model.width=48]}]",
             "model.width was 32, is 48 in wide-n50-seed0",
         ),
     ):
@@ -284,7 +275,7 @@ def test_a_slurm_script_has_a_task_for_each_job(
     assert sorted(listed) == sorted(names(Study(make(base, SIZES))))
     # A task must not write the script again, which it refuses beside cell=.
     monkeypatch.setattr("sys.argv", ["launch/study.py", "--config", "with_slurm.yaml"])
-    write_script(Study(make(base, SIZES)), CostEstimate({}, ""), str(file))
+    write_script(Study(make(base, SIZES)), {}, str(file))
     assert '--config with_slurm.yaml slurm= cell="${' in file.read_text()
 
 

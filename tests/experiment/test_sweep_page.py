@@ -114,46 +114,22 @@ def test_where_a_sweep_is_sent(prepared: list[str], tmp_path: Path, monkeypatch:
     assert tracking_uri(replace(config, out="results/a")) == f"sqlite:///{tmp_path / 'results' / 'mlflow.db'}"
     assert tracking_uri(replace(config, mlflow="http://host:5000")) == "http://host:5000"
     assert tracking_uri(replace(config, mlflow="none")) == ""
-    run = tmp_path / "runs" / "vit"
-    (run / "checkpoints" / "step-00000001").mkdir(parents=True)
-    write_states(run / "mlflow.json", **{"http://team:5000": "abc"})
-    for weights in (run, run / "checkpoints" / "step-00000001" / "model.safetensors"):
-        assert tracking_uri(replace(config, weights=str(weights))) == "http://team:5000"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://other:5000")
-    assert tracking_uri(replace(config, weights=str(run))) == "http://other:5000"
+    assert tracking_uri(config) == "http://other:5000"
 
 
 def test_a_sweep_finds_the_run_that_keeps_its_checkpoints_elsewhere(
-    prepared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also by a checkpoint. The sweep named no run at all."""
+    """By a checkpoint. The sweep named no run at all."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     run, checkpoint = Path("runs/vit"), Path("disk/vit/step-00000001")
     for folder in (run, checkpoint):
         folder.mkdir(parents=True)
     write_states(run / "mlflow.json", **{"http://team:5000": "abc"})
     identity = {"name": "vit", "out": "runs", "checkpoint.folder": "disk"}
     (checkpoint / "state.json").write_text(json.dumps({"identity": identity}))
-    config = schema.load(VtabConfig, None, [*prepared, f"weights={checkpoint}", "protocol.lr=[0.01]"])
     # A run of this name that keeps its checkpoints in another place is another run.
     for place, found in (("disk", "abc"), ("other", None)):
         (run / "run.json").write_text(json.dumps({"facts": {"name": "vit", "checkpoint_folder": place}}))
         assert run_of_weights(str(checkpoint)) == found
-        assert (tracking_uri(config) == "http://team:5000") == bool(found)
-
-
-def test_a_sweep_is_below_the_run_of_its_weights_in_the_same_store(
-    prepared: list[str], uri: str, tmp_path: Path
-) -> None:
-    """The run was sent to another store later, where it has another ID."""
-    run = tmp_path / "runs" / "vit"
-    checkpoint = run / "checkpoints" / "step-00000001"
-    checkpoint.mkdir(parents=True)
-    shutil.copy(prepared[0].removeprefix("weights="), checkpoint / "model.safetensors")
-    (checkpoint.parent / "latest").write_text(checkpoint.name)
-    write_states(run / "mlflow.json", **{uri: "here", "http://team:5000": "there"})
-    config = schema.load(VtabConfig, None, [*prepared, f"weights={run}", "protocol.lr=[0.01]", "tasks=[dtd]"])
-    vtab.run_sweep(config, tmp_path / "out", in_turn(made_up), uri)
-    (parent,) = runs(uri)
-    assert parent.data.tags["mlflow.parentRunId"] == "here"

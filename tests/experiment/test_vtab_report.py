@@ -25,15 +25,7 @@ def results(**scores: list[float]) -> dict[str, Any]:
         "checkpoint": {"path": "runs/a/checkpoints/step-1", "sha256": "beef", "run_id": "abc123"},
         "data": {task: f"fingerprint-of-{task}" for task in scores},
         "scores": [
-            {
-                "task": task,
-                "seed": seed,
-                "accuracy": accuracy,
-                "num_test": 1000,
-                "learning_rate": 0.01,
-                "steps": 2500,
-                "val_accuracy": 0.5,
-            }
+            {"task": task, "seed": seed, "accuracy": accuracy, "num_test": 1000}
             for task, of_seeds in scores.items()
             for seed, accuracy in enumerate(of_seeds)
         ],
@@ -108,7 +100,6 @@ def test_seeds_that_not_all_tasks_have_give_no_interval_over_seeds() -> None:
     uneven["scores"] = [score for score in uneven["scores"] if (score["task"], score["seed"]) != ("dtd", 1)]
     column = column_of("uneven", uneven)
     assert column.means["natural"].interval.over == intervals.OVER_SAMPLES
-    assert column.means["natural"].num_seeds == 1
     assert column.means["specialized"].interval.over == intervals.OVER_SEEDS
 
 
@@ -131,15 +122,6 @@ def test_no_mean_of_what_is_not_whole() -> None:
     rows = {row[0]: row[1:] for row in report.score_table([ours, other, column_as_published(PAPER[0])]).rows}
     assert rows["natural (mean of 7)"][0] == "– (5 of 7)"
     assert rows["structured (mean of 8)"][0] == "– (7 of 8)"
-    # What all can be compared on: the paper's column over the same 16 tasks.
-    common = [float(text) for text in rows["mean of the 16 tasks that all have"]]
-    assert common[1] - common[0] == pytest.approx(10, abs=0.011)
-    paper = [
-        value
-        for task, value in zip(TASKS, PAPER[0].tasks, strict=True)
-        if task.name not in ("dtd", "kitti_distance", "svhn")
-    ]
-    assert common[2] == pytest.approx(sum(paper) / 16, abs=0.006)
     assert "vtab_mean" not in report.metrics_of(ours)
 
 

@@ -143,8 +143,8 @@ def test_the_plan_counts_cells_and_work(
     flops = models.training_flops_per_image(models.read_weights(config.weights)[0])
     rows = [line.split() for line in printed.splitlines() if line.startswith("dtd")]
     # 2 settings on train800, 2 seeds on the 1,000, 2 steps of 16 each; 5 and 12 images scored.
-    assert [row[2:4] for row in rows] == [["16", "2"]] * 2 + [["21", "2"]] * 2
-    assert sum(float(row[5]) for row in rows) == pytest.approx(flops * (128 + 34 / 3) / 1e18, rel=1e-2)
+    assert [row[1:3] for row in rows] == [["16", "2"]] * 2 + [["21", "2"]] * 2
+    assert sum(float(row[3]) for row in rows) == pytest.approx(flops * (128 + 34 / 3) / 1e18, rel=1e-2)
     assert "8 runs, 0 of them done; " in printed
 
 

@@ -15,7 +15,6 @@ def law(x: float, scale: float = SCALE, exponent: float = EXPONENT) -> float:
 
 def cell(
     model: str,
-    family: str,
     x: float,
     seed: int,
     score: float | None,
@@ -34,7 +33,6 @@ def cell(
         scores,
         dict.fromkeys(scores, 10_000),
         hours=0.1 if state == "done" else None,
-        family=family,
         parameters=1_000_000,
         data_size=size,
         steps=max(1, round(1000 * x)),
@@ -61,17 +59,17 @@ def scaling(
     budgets: tuple[float, ...] = (1, 2, 4, 8),
     models: int = 2,
 ) -> StudyResults:
-    """2 families, by the law of Hoffmann et al. 2022: a larger model is worse on few exaFLOPs and better on many."""
+    """By the law of Hoffmann et al. 2022: a larger model is worse on few exaFLOPs and better on many."""
     generator = np.random.default_rng(3)
     cells = []
-    for family, shift in (("ViT", 0.0), ("BiT", 0.02)):
+    for kind, shift in (("ViT", 0.0), ("BiT", 0.02)):
         for number in range(models):
             size = 0.25 * 3**number
             for x in budgets:
                 for seed in range(seeds):
                     error = 0.1 + shift + 0.1 * size**-0.5 + 0.14 * (x / size) ** -0.5
                     value = 1 - error + noise * generator.standard_normal()
-                    cells.append(cell(f"{family}-{number}", family, x, seed, float(value), "scaling"))
+                    cells.append(cell(f"{kind}-{number}", x, seed, float(value), "scaling"))
     return study("scaling", cells)
 
 
@@ -81,11 +79,11 @@ def data_size(
     """ResNet wins on few images, ViT on many; they cross between 12,500 and 25,000."""
     generator = np.random.default_rng(4)
     cells = []
-    for model, family, scale, exponent in (("ViT-Ti/4", "ViT", 40.0, 0.48), ("R26", "BiT", 4.0, 0.24)):
+    for model, scale, exponent in (("ViT-Ti/4", 40.0, 0.48), ("R26", 4.0, 0.24)):
         for x in sizes:
             for seed in range(seeds):
                 value = law(x, scale, exponent) + noise * generator.standard_normal()
-                cells.append(cell(model, family, x, seed, float(value), "data_size"))
+                cells.append(cell(model, x, seed, float(value), "data_size"))
     return study("data_size", cells)
 
 
@@ -93,7 +91,7 @@ def ablation(seeds: int = 3, noise: float = 0.003) -> StudyResults:
     generator = np.random.default_rng(5)
     means = {"learned-1d": 0.642, "none": 0.60, "learned-2d": 0.643, "relative": 0.641}
     cells = [
-        cell(name, name, 1.0, seed, float(mean + noise * generator.standard_normal()), "ablation")
+        cell(name, 1.0, seed, float(mean + noise * generator.standard_normal()), "ablation")
         for name, mean in means.items()
         for seed in range(seeds)
     ]
@@ -106,7 +104,7 @@ def labels(seeds: int = 3, noise: float = 0.003) -> StudyResults:
     scratch = {500: 0.30, 5000: 0.55, 50_000: 0.80}
     gains = {"scratch": (0.0, 0.0, 0.0), "mae": (0.05, 0.03, 0.0), "dino": (0.12, 0.06, 0.0)}
     cells = [
-        cell(name, name, size, seed, float(mean + gain + noise * generator.standard_normal()), "labels")
+        cell(name, size, seed, float(mean + gain + noise * generator.standard_normal()), "labels")
         for name, of_size in gains.items()
         for (size, mean), gain in zip(scratch.items(), of_size, strict=True)
         for seed in range(seeds)
@@ -124,6 +122,6 @@ def continued(seeds: int = 3, noise: float = 0.003) -> StudyResults:
             new, old = (float(mean + noise * generator.standard_normal()) for mean in means)
             before = {} if name == "scratch" else {"start:top1": 0.4, "start:old_top1": 0.8}
             scores = {"top1": new, "old_top1": old, **before}
-            row = cell(name, name, 1.0, seed, new, "continue")
+            row = cell(name, 1.0, seed, new, "continue")
             cells.append(replace(row, scores=scores, num_test=dict.fromkeys(scores, 10_000)))
     return study("continue", cells)

@@ -14,8 +14,7 @@ from review_runs import write_run
 from pipeline import model as models
 from pipeline.base.metric import Metric
 from pipeline.evaluate import architecture
-from pipeline.evaluate.differences import BOOTSTRAP, STUDENT
-from pipeline.evaluate.measures import r2
+from pipeline.evaluate.differences import STUDENT
 from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.process.outputs import kind_of
 from pipeline.review import compare, curves, reader, table
@@ -89,44 +88,6 @@ def test_scores_are_sorted_within_their_kind(tmp_path: Path) -> None:
     header, *lines = list(compare.summary(records, compare.groups_of(records)))[:5]
     place = header.index("kind of score")
     assert [line[place:].split()[0] for line in lines] == ["test", "test", "kNN", "kNN"]
-
-
-def test_r2_of_the_same_images_are_compared(tmp_path: Path) -> None:
-    """Also beside a run whose score is an accuracy, which is in a ranking of its own."""
-    rng = np.random.default_rng(0)
-    true = rng.normal(size=400).astype(np.float32)
-    declared, runs = {"test_r2": Metric("", "higher", "eval")}, []
-    for name, spread in (("near", 1), ("far", 3)):
-        values = true + rng.normal(0, 0.2 * spread, 400).astype(np.float32)
-        score = r2(true.astype(float), values.astype(float), np.ones(400))
-        runs.append(write_run(tmp_path / name, f"optimizer.lr=0.{spread}", evaluations={20: score}, declared=declared))
-        arrays = {"rows": np.arange(400), "targets": true[:, None], "values": values[:, None]}
-        (runs[-1] / "page").mkdir(exist_ok=True)
-        np.savez(runs[-1] / "page" / "predictions.npz", **arrays)
-    runs.append(write_run(tmp_path / "other", evaluations={20: 0.99}))
-    records = compare.named([from_folder(run) for run in runs])
-    graded, _ = compare.groups_of(records)
-    (pair,) = graded.pairs
-    assert (pair.first.names, pair.difference.method) == (("near",), BOOTSTRAP)
-    assert pair.difference.p < 0.001
-    assert any(f"{pair.difference.value:+.4f} (" in claim for claim in compare.claims([graded]))
-    # Without the predictions nothing is known.
-    (runs[0] / "page" / "predictions.npz").unlink()
-    assert compare.groups_of(records)[0].pairs == []
-
-
-def test_a_claim_names_what_differs_in_the_budget(tmp_path: Path) -> None:
-    """On the terminal, on top of the page, and in pairs.csv; nothing where the budget is the same."""
-    long = write_run(tmp_path / "long", "optimizer.lr=0.5", steps=50, evaluations={50: 0.9})
-    short = write_run(tmp_path / "short", "optimizer.lr=0.1", steps=20, evaluations={20: 0.5})
-    same = write_run(tmp_path / "same", "optimizer.lr=0.2", steps=50, evaluations={50: 0.6})
-    for runs, told in (((long, short), True), ((long, same), False)):
-        out = tmp_path / "out" / runs[1].name
-        records = compare.run(schema.load(CompareConfig, None, [f"runs=[{','.join(map(str, runs))}]", f"out={out}"]))
-        (claim,) = compare.claims(compare.groups_of(records))
-        (pair,) = csv.DictReader((out / "pairs.csv").open())
-        top = (out / "report.md").read_text().partition("## What")[0]
-        assert ["2.5 times" in text for text in (claim, pair["verdict"], top)] == [told] * 3
 
 
 def test_scores_of_different_images_are_not_ranked_together(tmp_path: Path) -> None:

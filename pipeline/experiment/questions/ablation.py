@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from pipeline.base.errors import UserError
-from pipeline.base.page import Block, PngImage
-from pipeline.experiment.points import differences, draw_differences, table
+from pipeline.base.page import Block
+from pipeline.experiment.points import differences, table
 from pipeline.experiment.spec import RunSpec
 from pipeline.experiment.study import cells, refuse
 from pipeline.experiment.table import StudyResults
@@ -21,4 +21,3 @@ def specs(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
 def answer(results: StudyResults) -> Iterator[Block]:
     if found := differences(results):
         yield table(found, results, "variant", "the first model")
-        yield PngImage("differences.png", "Differences to the first model", draw_differences(found, results))

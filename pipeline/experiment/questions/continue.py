@@ -7,17 +7,13 @@ scores are those of the probe before the first step.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import cycle
-from typing import Any, NamedTuple
-
-from matplotlib.figure import Figure
+from typing import NamedTuple
 
 from pipeline.base.errors import UserError
-from pipeline.base.metric import kind_of, title_of
-from pipeline.base.page import COLOURS, Block, PngImage, Table, add_legend, png, style_axes
-from pipeline.base.words import shorten
+from pipeline.base.metric import kind_of
+from pipeline.base.page import Block, Table
 from pipeline.evaluate.differences import ScoreDifference, of_same_seeds
-from pipeline.experiment.points import MARKERS, Point, Tested, corrected, difference, percent, points_of
+from pipeline.experiment.points import Point, Tested, corrected, difference, percent, points_of
 from pipeline.experiment.spec import RunSpec
 from pipeline.experiment.study import cells, refuse
 from pipeline.experiment.table import START, StudyResults
@@ -27,11 +23,10 @@ UNTOUCHED = "untouched weights"
 
 
 class ScoreChange(NamedTuple):
-    """What continuing changed in a score. score: its name. continued: the models that began with weights."""
+    """What continuing changed in a score. score: its name."""
 
     score: str
     found: list[Tested]
-    continued: set[str]
 
     @property
     def untouched(self) -> list[Point]:
@@ -71,7 +66,7 @@ def _change(results: StudyResults, name: str) -> ScoreChange:
     starts = {point.model: replace(point, model=UNTOUCHED) for point in before}
     usual = next(iter(starts.values()), None)
     pairs = [(end, start) for end in ends if (start := starts.get(end.model, usual))]
-    return ScoreChange(name, corrected(pairs, _by_seed), set(starts))
+    return ScoreChange(name, corrected(pairs, _by_seed))
 
 
 def _by_seed(end: Point, start: Point) -> ScoreDifference | None:
@@ -82,10 +77,7 @@ def _by_seed(end: Point, start: Point) -> ScoreDifference | None:
 
 
 def answer(results: StudyResults) -> Iterator[Block]:
-    for kind in changes(results):
-        yield _table(kind)
-        if kind[0].score == results.score and len(kind) > 1:
-            yield PngImage("domains.png", "New against old domain, with 95 % intervals over seeds", draw(*kind[:2]))
+    yield from map(_table, changes(results))
 
 
 def _table(kind: Sequence[ScoreChange]) -> Table:
@@ -100,29 +92,3 @@ def _table(kind: Sequence[ScoreChange]) -> Table:
         rows.append(tuple(row))
     header = [column for change in kind for column in (f"{change.score}, %", "change, points", "p, corrected")]
     return Table(("way", "seeds", *header), rows)
-
-
-def draw(new: ScoreChange, old: ScoreChange) -> bytes:
-    """PNG: an arrow from the untouched weights to each way to continue. One farther up learns more, one farther right
-    remembers more.
-    """
-    figure = Figure(figsize=(9, 6), dpi=110, layout="constrained")
-    axes = figure.add_subplot()
-    olds = {one.first.model: one for one in old.found}
-    found = [one for one in new.found if one.first.model in olds]
-    for one, colour, marker in zip(found, cycle(COLOURS), cycle(MARKERS), strict=False):
-        end, of_old = one.first, olds[one.first.model]
-        x, y = 100 * of_old.first.mean, 100 * end.mean
-        if end.model in new.continued:
-            arrow = {"arrowstyle": "->", "color": colour, "alpha": 0.45}
-            axes.annotate("", (x, y), (100 * of_old.second.mean, 100 * one.second.mean), arrowprops=arrow)
-        bars = [[[100 * abs(edge - point.mean)] for edge in point.ends] for point in (end, of_old.first)]
-        look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": "", "label": shorten(end.model, 34)}
-        axes.errorbar([x], [y], yerr=bars[0], xerr=bars[1], capsize=3, **look)
-    for start, other in zip(new.untouched, old.untouched, strict=False):
-        axes.plot(100 * other.mean, 100 * start.mean, "*", color="0.25", markersize=14, label=UNTOUCHED)
-    axes.set_xlabel(f"old domain: {title_of(old.score)}, %", parse_math=False)
-    axes.set_ylabel(f"new domain: {title_of(new.score)}, %", parse_math=False)
-    style_axes(axes)
-    add_legend(figure, loc="outside right upper", fontsize=8)
-    return png(figure)

@@ -14,7 +14,7 @@ from pipeline.settings.commands.study import StudyConfig
 def specs(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
     refuse(config, "weights", "data_sizes")
     if config.num_lengths * len(config.models) < 2:
-        raise UserError("question = scaling compares compute: give at least two models, lengths, budgets or minutes.")
+        raise UserError("question = scaling compares compute: give at least two models, lengths or budgets.")
     return cells(config)
 
 

@@ -4,16 +4,10 @@ import contextlib
 from pathlib import Path
 
 from pipeline.base.errors import UserError
-from pipeline.monitor.export import Sent, read_states
-from pipeline.monitor.run_page import hide_passwords
+from pipeline.monitor.export import read_states
 from pipeline.process.committed import run_of_checkpoint
 
 STATE_FILE = "mlflow.json"
-
-
-def sent_to(folder: Path, uri: str) -> Sent:
-    """What a tracking URI has received of a folder; without a run_id if it has no run of it."""
-    return read_states(folder / STATE_FILE).get(hide_passwords(uri), Sent())
 
 
 def last_uri(folder: Path) -> str:

@@ -49,7 +49,7 @@ class SamplesConfig(Settings):
     csv: PathText = setting("", output="file")
     """File for the table; empty prints it."""
     sheet: PathText = setting("", output="file", pattern=r"^$|\.png$")
-    """File for the images, .png, cropped and flipped as for the model."""
+    """File for the first 64 images, .png, cropped and flipped as for the model."""
 
 
 class HostsConfig(Settings):

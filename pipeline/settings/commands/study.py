@@ -32,7 +32,6 @@ _SET_BY_STUDY = (
     "out=",
     "seed=",
     "data.limit=",
-    "train.length=",
     "schedule.cooldown=",
     "init.",
     "track.parent_run=",
@@ -87,13 +86,13 @@ class ExperimentConfig(Settings):
     tflops: NonNegativeFloat = 0.0
     """Sustained TFLOP/s of one device in training, for the plan of a study until runs are finished, which say it."""
     slurm: PathText = setting("", output="file")
-    """Write a SLURM script to this file, whose array tasks do the runs, and end. '-' prints it."""
+    """Write a SLURM script to this file, whose array tasks do the runs, and end."""
     cell: str = ""
     """Do this run only (its name), and write no report."""
     report: bool = False
     """Run nothing: write the report of the runs that are done."""
     plan: bool = False
-    """Only list the runs, their compute and hours."""
+    """Only list the runs and their compute, with the hours of all."""
 
     def not_written(self) -> tuple[str, ...]:
         """Outputs that this command does not write: plan only prints."""
@@ -110,12 +109,8 @@ class StudyModel(Settings):
 
     name: str = setting(pattern="^[A-Za-z0-9][A-Za-z0-9+_.-]*$")
     """Name in figures and run names"""
-    family: str = ""
-    """Models of one family share a line in figures and a fit; empty is the model's name."""
     settings: list[str] = []
     """Its settings, over those of the study, as [model.name=ViT-S/16,optimizer.lr=0.001]."""
-    speed: NonNegativeFloat = 0.0
-    """For `minutes`: its images/s in training, as a short run of it prints at its end."""
     weights: PathText = ""
     """question = labels or continue: the run folder or file of weights that are trained on; empty is a new model."""
 
@@ -142,12 +137,10 @@ class StudyConfig(ExperimentConfig):
     of the run.
     """
     lengths: Distinct[PositiveLength] = []
-    """Lengths of pre-training to compare, as [7 epochs,14 epochs]; empty is train.length of the run."""
+    """Lengths of pre-training to compare, as [7 epochs,14 epochs]; empty is train.length of the run, or of a model."""
     budgets: Distinct[PositiveFloat] = []
     """In place of lengths: compute of pre-training in exaFLOPs, the same for each model."""
-    minutes: Distinct[PositiveFloat] = []
-    """In place of lengths: time of training, the same for each model; its `speed` says how many steps that is."""
-    cooldown: ShareBelow1 = setting(0.0, needs="lengths|budgets|minutes")
+    cooldown: ShareBelow1 = setting(0.0, needs="lengths|budgets")
     """Share of each length in which the learning rate falls, after a constant rate. Runs of different lengths then
     share all steps before, which are trained once. 0 trains each length by itself, with the schedule of the run.
     """
@@ -166,24 +159,19 @@ class StudyConfig(ExperimentConfig):
 
     @property
     def num_lengths(self) -> int:
-        """How many lengths are compared; 0 if all cells have that of the run."""
-        return len(self.lengths or self.budgets or self.minutes)
+        """How many lengths are compared; 0 if cells have that of the run, or their model's train.length."""
+        return len(self.lengths or self.budgets)
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
         super().check()
-        refuse_overrides("settings has", self.settings, _SET_BY_STUDY, _SET_FOR_EACH)
+        set_here = (*_SET_BY_STUDY, *["train.length="] * bool(self.num_lengths))
+        refuse_overrides("settings has", self.settings, set_here, _SET_FOR_EACH)
         for model in self.models:
-            refuse_overrides(f"model {model.name} sets", model.settings, _SET_BY_STUDY, _SET_FOR_EACH)
+            refuse_overrides(f"model {model.name} sets", model.settings, set_here, _SET_FOR_EACH)
             refuse_overrides(f"model {model.name} sets", model.settings, _SAME_FOR_ALL, _NOT_COMPARABLE)
         names = [model.name for model in self.models]
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError(f"models has two called {twice[0]!r}: give each its own name.")
-        if sum(map(bool, (self.lengths, self.budgets, self.minutes))) > 1:
-            raise UserError("lengths, budgets and minutes each say how long cells train: set one of them.")
-        for model in self.models:
-            if self.minutes and not model.speed:
-                raise UserError(
-                    f"minutes needs the speed of model {model.name}: set its images/s in training, as a short run"
-                    " prints."
-                )
+        if self.lengths and self.budgets:
+            raise UserError("lengths and budgets each say how long cells train: set one of them.")

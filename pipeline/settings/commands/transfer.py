@@ -120,8 +120,8 @@ class VtabConfig(Settings):
     num_tasks: Tasks = 0
     """Number of cells that run at the same time; 0 is as many as fit."""
     mlflow: str = ""
-    """MLflow tracking URI of the sweep (docs/vtab.md); none sends nothing. Empty is MLFLOW_TRACKING_URI, else where the
-    run of the weights was sent to, else sqlite:///mlflow.db in the folder of `out` (without out, in runs).
+    """MLflow tracking URI of the sweep (docs/vtab.md); none sends nothing. Empty is MLFLOW_TRACKING_URI, else
+    sqlite:///mlflow.db in the folder of `out` (without out, in runs).
     """
     plan: bool = False
     """Only list the cells and their cost."""
