@@ -60,40 +60,36 @@ _TINY, _LOWEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).min
 
 
 class DinoSettings(GramSettings):
-    prototypes: int = setting(65_536, "Number of outputs K of the head.", min=2, max=2**20)
-    hidden: int = setting(2048, "Width of the head's two hidden layers.", min=1, max=2**16)
-    bottleneck: int = setting(256, "Width of what is compared with the prototypes.", min=1, max=2**16)
-    blur: _OfViews = setting(
-        [1.0, 0.1, 0.5], "Probability of blur in the first large view, the second, and the small ones."
-    )
-    solarise: _OfViews = setting(
-        [0.0, 0.2, 0.0], "Probability of solarising the first large view, the second, and the small ones."
-    )
-    teacher_temperature: PositiveFloat = setting(
-        0.04, "What the teacher's outputs are divided by, after a linear change from 0.04 in the first step; to 0.07."
-    )
-    temperature_warmup: Length = setting(Length.parse("10%"), "How long it changes, in the unit of train.length or %.")
-    momentum: ShareBelow1 = setting(
-        0.996,
-        "Weight of the teacher's old average in the first step, rising along half a cosine to 1; larger for small"
-        " batches (0.9995 at 256).",
-    )
-    frozen: Length = setting(
-        Length.parse("1%"),
-        "How long the prototypes are frozen, in the unit of train.length or %; 1 epochs in the paper.",
-    )
-    centring: Literal["mean", "sinkhorn"] = setting(
-        "mean",
-        "Against collapse: subtract a running mean of the teacher's outputs (mean), or balance those of each"
-        " micro-batch over all ranks by 3 iterations of Sinkhorn-Knopp (sinkhorn; DINOv2's).",
-    )
-    ibot_weight: NonNegativeFloat = setting(0.0, "Weight of the loss of masked patches (iBOT); 1 in DINOv2, 0: off.")
-    ibot_head: Literal["shared", "separate"] = setting(
-        "shared", "Head of the patches: that of the image (DINOv2), or one of their own (DINOv3).", needs="ibot_weight"
-    )
-    koleo_weight: NonNegativeFloat = setting(
-        0.0, "Weight of KoLeo, which spreads the features of each large view evenly; 0.1 in DINOv2, 0: off."
-    )
+    prototypes: int = setting(65_536, min=2, max=2**20)
+    """Number of outputs K of the head."""
+    hidden: int = setting(2048, min=1, max=2**16)
+    """Width of the head's two hidden layers."""
+    bottleneck: int = setting(256, min=1, max=2**16)
+    """Width of what is compared with the prototypes."""
+    blur: _OfViews = setting([1.0, 0.1, 0.5])
+    """Probability of blur in the first large view, the second, and the small ones."""
+    solarise: _OfViews = setting([0.0, 0.2, 0.0])
+    """Probability of solarising the first large view, the second, and the small ones."""
+    teacher_temperature: PositiveFloat = 0.04
+    """What the teacher's outputs are divided by, after a linear change from 0.04 in the first step; to 0.07."""
+    temperature_warmup: Length = Length.parse("10%")
+    """How long it changes, in the unit of train.length or %."""
+    momentum: ShareBelow1 = 0.996
+    """Weight of the teacher's old average in the first step, rising along half a cosine to 1; larger for small batches
+    (0.9995 at 256).
+    """
+    frozen: Length = Length.parse("1%")
+    """How long the prototypes are frozen, in the unit of train.length or %; 1 epochs in the paper."""
+    centring: Literal["mean", "sinkhorn"] = "mean"
+    """Against collapse: subtract a running mean of the teacher's outputs (mean), or balance those of each micro-batch
+    over all ranks by 3 iterations of Sinkhorn-Knopp (sinkhorn; DINOv2's).
+    """
+    ibot_weight: NonNegativeFloat = 0.0
+    """Weight of the loss of masked patches (iBOT); 1 in DINOv2, 0: off."""
+    ibot_head: Literal["shared", "separate"] = setting("shared", needs="ibot_weight")
+    """Head of the patches: that of the image (DINOv2), or one of their own (DINOv3)."""
+    koleo_weight: NonNegativeFloat = 0.0
+    """Weight of KoLeo, which spreads the features of each large view evenly; 0.1 in DINOv2, 0: off."""
 
 
 class Dino(GramAnchored):

@@ -33,12 +33,8 @@ from pipeline.settings.schema import setting
 
 
 class DistillSettings(TeacherSettings):
-    patch_weight: float = setting(
-        1.0,
-        "Weight of the loss of patch tokens; that of the feature has 1. 0 for a ResNet, which has no patches.",
-        min=0,
-        max=1e4,
-    )
+    patch_weight: float = setting(1.0, min=0, max=1e4)
+    """Weight of the loss of patch tokens; that of the feature has 1. 0 for a ResNet, which has no patches."""
 
 
 class Distill(TaughtObjective):

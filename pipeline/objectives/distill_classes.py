@@ -28,9 +28,8 @@ from pipeline.settings.schema import setting
 
 
 class DistillClassesSettings(TeacherSettings):
-    temperature: float = setting(
-        1.0, "By which the logits of both are divided; above 1, unlikely classes count more.", min=0.01, max=1000
-    )
+    temperature: float = setting(1.0, min=0.01, max=1000)
+    """By which the logits of both are divided; above 1, unlikely classes count more."""
 
 
 class DistillClasses(TaughtObjective, Classification):

@@ -37,29 +37,27 @@ _DIRECTIONS = Purpose.named("sigreg_directions")
 
 
 class LejepaSettings(GramSettings):
-    global_views: int = setting(2, "Number of large views of each image, of model.image_size.", min=1, max=100)
-    local_views: int = setting(6, "Number of small views of each image.", min=0, max=100)
-    local_area_max: float = setting(
-        0.3, "Small views: largest share of the image's area.", min=0.05, max=1, needs="local_views"
-    )
-    hidden: int = setting(2048, "Width of the projector's two hidden layers.", min=1, max=2**16)
-    width: int = setting(128, "Width of the projections; 16 to 512.", min=1, max=2**16)
-    directions: int = setting(
-        1024, "Random directions of each step, along which projections are tested; 256 to 1024.", min=1, max=2**16
-    )
-    sigreg: Literal["views", "pooled"] = setting(
-        "views",
-        "SIGReg as the mean over views of the statistic of each view (views; the authors' default), or as one statistic"
-        " of all views (pooled).",
-    )
-    weight: float = setting(
-        0.87,
-        "Weight of SIGReg; the prediction loss, a sum over `width` dimensions, has the rest. The paper's w of a mean"
-        " over them is w x width / (1 - w + w x width): 0.72 to 0.87 for 0.02 to 0.05 and a width of 128. With"
-        " sigreg=pooled, w is like w x V / (1 - w + w x V) of V single views.",
-        above=0,
-        below=1,
-    )
+    global_views: int = setting(2, min=1, max=100)
+    """Number of large views of each image, of model.image_size."""
+    local_views: int = setting(6, min=0, max=100)
+    """Number of small views of each image."""
+    local_area_max: float = setting(0.3, min=0.05, max=1, needs="local_views")
+    """Small views: largest share of the image's area."""
+    hidden: int = setting(2048, min=1, max=2**16)
+    """Width of the projector's two hidden layers."""
+    width: int = setting(128, min=1, max=2**16)
+    """Width of the projections; 16 to 512."""
+    directions: int = setting(1024, min=1, max=2**16)
+    """Random directions of each step, along which projections are tested; 256 to 1024."""
+    sigreg: Literal["views", "pooled"] = "views"
+    """SIGReg as the mean over views of the statistic of each view (views; the authors' default), or as one statistic of
+    all views (pooled).
+    """
+    weight: float = setting(0.87, above=0, below=1)
+    """Weight of SIGReg; the prediction loss, a sum over `width` dimensions, has the rest. The paper's w of a mean over
+    them is w x width / (1 - w + w x width): 0.72 to 0.87 for 0.02 to 0.05 and a width of 128. With sigreg=pooled, w is
+    like w x V / (1 - w + w x V) of V single views.
+    """
 
     def check(self) -> None:
         super().check()

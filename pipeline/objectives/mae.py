@@ -41,16 +41,20 @@ _PIXELS = {"half": (HALF, HALF), "imagenet": (IMAGENET_MEAN, IMAGENET_STD)}
 
 
 class MaeSettings(Settings):
-    mask_share: float = setting(0.75, "Share of the patches that are removed and predicted.", above=0, below=1)
-    decoder_width: int = setting(512, "Width of the decoder, a multiple of 4 and of decoder_heads.", min=4, max=2**16)
-    decoder_depth: int = setting(8, "Number of blocks of the decoder.", min=1, max=1024)
-    decoder_heads: int = setting(16, "Attention heads of the decoder.", min=1, max=2**12)
-    normalise: bool = setting(True, "Predict the pixels of a patch minus their mean, divided by their deviation.")
-    pixels: Literal["half", "imagenet"] = setting(
-        "half",
-        "Mean and deviation of the images whose pixels are predicted: those that the backbone reads (0.5 for 8-bit"
-        " RGB), or ImageNet's, as in facebookresearch/mae.",
-    )
+    mask_share: float = setting(0.75, above=0, below=1)
+    """Share of the patches that are removed and predicted."""
+    decoder_width: int = setting(512, min=4, max=2**16)
+    """Width of the decoder, a multiple of 4 and of decoder_heads."""
+    decoder_depth: int = setting(8, min=1, max=1024)
+    """Number of blocks of the decoder."""
+    decoder_heads: int = setting(16, min=1, max=2**12)
+    """Attention heads of the decoder."""
+    normalise: bool = True
+    """Predict the pixels of a patch minus their mean, divided by their deviation."""
+    pixels: Literal["half", "imagenet"] = "half"
+    """Mean and deviation of the images whose pixels are predicted: those that the backbone reads (0.5 for 8-bit RGB),
+    or ImageNet's, as in facebookresearch/mae.
+    """
 
     def check(self) -> None:
         """Raise UserError for a width that does not fit the heads or the positions."""

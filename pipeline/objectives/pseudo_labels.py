@@ -22,20 +22,18 @@ from pipeline.objectives.classification import Classification, losses
 from pipeline.objectives.objective import Facts, Images, Inputs, Metrics, Objective, mean_among_valid, mean_of_valid
 from pipeline.settings.quantities import Share, ShareBelow1
 from pipeline.settings.run import RunConfig
-from pipeline.settings.schema import Settings, setting
+from pipeline.settings.schema import Settings
 
 
 class PseudoLabelsSettings(Settings):
-    threshold: Share = setting(
-        0.6,
-        "Probability of the teacher's most likely class from which it is an image's label; Semi-ViT has 0.6 with 1 % of"
-        " ImageNet's labels and 0.5 with 10 %.",
-    )
-    momentum: ShareBelow1 = setting(
-        0.9999,
-        "Weight of the teacher's old average in each step; with a new head, at most (1 + step) / (10 + step). Smaller"
-        " for short runs.",
-    )
+    threshold: Share = 0.6
+    """Probability of the teacher's most likely class from which it is an image's label; Semi-ViT has 0.6 with 1 % of
+    ImageNet's labels and 0.5 with 10 %.
+    """
+    momentum: ShareBelow1 = 0.9999
+    """Weight of the teacher's old average in each step; with a new head, at most (1 + step) / (10 + step). Smaller for
+    short runs.
+    """
 
 
 class PseudoLabels(Classification):

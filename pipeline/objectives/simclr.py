@@ -26,11 +26,12 @@ from pipeline.settings.schema import Settings, setting
 
 
 class SimclrSettings(Settings):
-    hidden: int = setting(2048, "Width of the projector's hidden layer.", min=1, max=2**16)
-    width: int = setting(128, "Width of the projections.", min=1, max=2**16)
-    temperature: float = setting(
-        0.1, "What similarities are divided by: 0.1 for batches of thousands, 0.5 for CIFAR-10, in the paper.", above=0
-    )
+    hidden: int = setting(2048, min=1, max=2**16)
+    """Width of the projector's hidden layer."""
+    width: int = setting(128, min=1, max=2**16)
+    """Width of the projections."""
+    temperature: float = setting(0.1, above=0)
+    """What similarities are divided by: 0.1 for batches of thousands, 0.5 for CIFAR-10, in the paper."""
 
 
 class Simclr(ComparesCrops):

@@ -1,6 +1,6 @@
 """Checks before any work that a command can write its output paths. Standard library only.
 
-A setting that is an output path is declared as one: `setting("", "File for the table.", output="file")`. All commands
+A setting that is an output path is declared as one: `setting("", output="file")`. All commands
 check these in `pipeline/settings/command.py`; a path derived from several settings is checked where it is derived.
 
 The check creates no visible file and no folder: an existing path must be of the right kind, and an unnamed temporary

@@ -35,7 +35,6 @@ from pipeline.settings.quantities import (
     ShellWords,
     Side,
     Threads,
-    one_of,
 )
 from pipeline.settings.schema import Distinct, Settings, refuse_without_effect, setting
 
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp32", "bf16"]
 TrainPrecision = Literal["fp32", "bf16", "fp16"]
+Loss = Literal[tuple(OBJECTIVES)]  # type: ignore[valid-type]
 # What settings need of training crops that choose a box of the image, and of those that resize it first.
 _BOX, _RESIZE = "crop=inception,random_resized", "crop=resize_crop,resize_small_crop"
 # Augmentations that are defined for 8-bit RGB only.
@@ -366,7 +366,7 @@ class TrainConfig(Settings):
     """Samples per optimizer step, over all ranks."""
     micro_batch: Batch = setting(64, on_change="comparison")
     """Samples per forward pass of one rank; determines accumulation."""
-    loss: Annotated[str, one_of(OBJECTIVES)] = setting("sigmoid", choices=OBJECTIVES, on_change="run")
+    loss: Loss = setting("sigmoid", on_change="run")
     """Cross-entropy of class labels, over softmax or summed over sigmoids; numbers, such as an age (regression); or
     without labels: self-distillation (dino), prediction between views with normal projections (lejepa), two views of an
     image among those of others (simclr), a masked autoencoder (mae), prediction of the features (distill) or the

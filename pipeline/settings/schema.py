@@ -51,9 +51,7 @@ _WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 def setting(
     default: Any = REQUIRED,
-    doc: str = "",
     *,
-    choices: typing.Iterable[str] = (),
     output: Output | None = None,
     within: str | None = None,
     holds: Holds | None = None,
@@ -62,11 +60,11 @@ def setting(
     ignores_section: bool = False,
     **limits: Any,
 ) -> Any:
-    """A field with more than a default. doc: its documentation, if that is not a constant text below it.
+    """A field with more than a default.
 
     default: a value, REQUIRED, or a factory, such as the class of a section. limits: min, max, above and below of a
     number or of the amount of a length, pattern of a text, min_items of a list. Common ranges are types
-    (quantities.py). choices: for `--help` and editors.
+    (quantities.py).
     output: the text is a path that the command writes (`outputs.py`).
     within: name of the field whose folder contains that path, which then is a plain name. holds: what kind of results
     the output folder is for.
@@ -78,8 +76,7 @@ def setting(
     unless they declare ignores_section.
     """
     metadata = {
-        "description": doc,
-        "json_schema_extra": {"enum": [*choices]} if choices else None,
+        "description": "",  # The text below the field.
         "output": output,
         "within": within,
         "holds": holds,
@@ -270,7 +267,7 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
     rows = []  # Each followed by those of its items, if it is a list of mappings.
     for name, kind, field, _ in leaves(cls, prefix):
         rule, default = field.metadata, default_of(field)
-        accepted = "|".join(rule["json_schema_extra"]["enum"]) if rule["json_schema_extra"] else type_name(kind)
+        accepted = type_name(kind)
         for limit, number in limits_of(kind, field).items():
             accepted += f", {_WORDS[limit]} {number:{',' if isinstance(number, int) else 'g'}}"
         shown = "required" if default is REQUIRED else as_yaml(default)

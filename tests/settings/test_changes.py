@@ -16,13 +16,13 @@ FACTS = facts_of(RunConfig)
 
 def test_a_new_setting_changes_the_result_unless_it_or_its_section_says_otherwise() -> None:
     class Section(schema.Settings):
-        own: int = setting(1, "", on_change="run")
-        of_section: int = setting(2, "")
+        own: int = setting(1, on_change="run")
+        of_section: int = 2
 
     class All(schema.Settings):
-        silent: int = setting(0, "")
-        section: Section = setting(Section, "", on_change="nothing")
-        plain: Section = setting(Section, "")
+        silent: int = 0
+        section: Section = setting(Section, on_change="nothing")
+        plain: Section = setting(Section)
 
     assert {name: fact.on_change for name, fact in facts_of(All).items()} == {
         "silent": "result",

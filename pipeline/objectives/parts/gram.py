@@ -34,17 +34,14 @@ ANCHORED = "anchored"  # The fact that holds the large views as the anchor reads
 
 
 class GramSettings(LocalViewSettings):
-    gram_weight: NonNegativeFloat = setting(
-        0.0,
-        "Weight of Gram anchoring, which keeps the similarities between the patches of a large view as in init.weights;"
-        " 2 in DINOv3, 0: off.",
-    )
-    gram_size: ImageSize | None = setting(
-        None,
-        "Size at which the frozen init.weights read the large views, as 448 or 448x768; null is model.image_size;"
-        " twice that in DINOv3.",
-        needs="gram_weight",
-    )
+    gram_weight: NonNegativeFloat = 0.0
+    """Weight of Gram anchoring, which keeps the similarities between the patches of a large view as in init.weights; 2
+    in DINOv3, 0: off.
+    """
+    gram_size: ImageSize | None = setting(None, needs="gram_weight")
+    """Size at which the frozen init.weights read the large views, as 448 or 448x768; null is model.image_size; twice
+    that in DINOv3.
+    """
 
 
 class GramAnchored(ComparesViews, HasFrozenTeacher):

@@ -16,16 +16,14 @@ _SAME = 0.05
 
 
 class LocalViewSettings(Settings):
-    local_views: int = setting(8, "Number of small views of each image.", min=0, max=100)
-    local_size: int = setting(96, "Side of the small views in pixels.", min=1, max=MAX_SIDE, needs="local_views")
-    local_area_max: float = setting(
-        0.4,
-        "Small views: largest share of the image's area, of which 0.05 is the smallest; of large views augment.area_min"
-        " is.",
-        min=0.05,
-        max=1,
-        needs="local_views",
-    )
+    local_views: int = setting(8, min=0, max=100)
+    """Number of small views of each image."""
+    local_size: int = setting(96, min=1, max=MAX_SIDE, needs="local_views")
+    """Side of the small views in pixels."""
+    local_area_max: float = setting(0.4, min=0.05, max=1, needs="local_views")
+    """Small views: largest share of the image's area, of which 0.05 is the smallest; of large views augment.area_min
+    is.
+    """
 
     def small_views(self, augment: AugmentConfig) -> tuple[Views, ...]:
         local = replace(augment, area_min=0.05, area_max=self.local_area_max)

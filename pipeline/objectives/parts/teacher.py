@@ -28,12 +28,10 @@ from pipeline.settings.schema import Settings, setting
 
 
 class TeacherSettings(Settings):
-    teacher: PathText = setting(
-        "",
-        "Weights that are distilled: anything that init.weights accepts but an address of MLflow. They stay as they"
-        " are.",
-        on_change="comparison",  # Whether they are the same is told by their content.
-    )
+    # Whether they are the same is told by their content.
+    teacher: PathText = setting("", on_change="comparison")
+    """Weights that are distilled: anything that init.weights accepts but an address of MLflow. They stay as they are.
+    """
 
 
 class HasFrozenTeacher(Objective):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
@@ -15,7 +15,6 @@ from pipeline.settings.quantities import (
     ShellWords,
     Tasks,
     Threads,
-    one_of,
 )
 from pipeline.settings.run import result_name
 from pipeline.settings.schema import Distinct, Seeds, Settings, setting
@@ -26,6 +25,7 @@ QUESTIONS = sorted(
     for file in (Path(__file__).parents[2] / "experiment" / "questions").glob("*.py")
     if file.stem != "__init__"
 )
+Question = Literal[tuple(QUESTIONS)]  # type: ignore[valid-type]
 # Settings of a run that the study sets itself.
 _SET_BY_STUDY = (
     "name=",
@@ -118,7 +118,7 @@ class StudyModel(Settings):
 class StudyConfig(ExperimentConfig):
     """A study: each combination of model, data size, length and seed is one pre-training run, called a cell."""
 
-    question: Annotated[str, one_of(QUESTIONS)] = setting(choices=QUESTIONS)
+    question: Question
     """data_size: how much data is enough (the paper's Figures 3 and 4); scaling: which model is best for a compute
     budget, and what a larger one would give (Figure 5); ablation: what a part of the model contributes (Table 8, Figure
     8); labels: what pre-trained weights gain over the first model, by the number of labelled images; continue: what
