@@ -200,12 +200,7 @@ class ViTConfig(Fields):
         if self.small_stem is not None:
             check_small_stem(self.small_stem, self.stem)
         if self.width % self.num_heads:
-            below = self.width - self.width % self.num_heads
-            nearest = f"{below} or {below + self.num_heads}" if below else f"{self.num_heads}"
-            raise UserError(
-                f"model: width = {self.width} is not divisible by num_heads = {self.num_heads}. "
-                f"Use width {nearest}, or another number of heads."
-            )
+            raise UserError(f"model: width = {self.width} is not divisible by num_heads = {self.num_heads}.")
         self._check_positions()
         self._check_registers()
         self._check_rope()
@@ -284,9 +279,8 @@ class ViTConfig(Fields):
             if unseen:
                 patch = self.patch_pixels
                 nearest = " or ".join(str(size) for size in (side - unseen, side - unseen + patch) if size)
-                why = f" ({self.patch_size} x {self.reduction})" if self.reduction > 1 else ""
                 raise UserError(
-                    f"model: image_size = {side} is not divisible by patch_size = {patch}{why}. Nearest sizes:"
+                    f"model: image_size = {side} is not divisible by patches of {patch} pixels. Nearest sizes:"
                     f" {nearest}."
                 )
 

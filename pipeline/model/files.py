@@ -57,7 +57,7 @@ def find_file(path: Path, say: Callable[[str], object] = _note) -> Path:
         index = path.with_name(re.sub(r"-\d+-of-\d+(\.\w+)$", rf"\1{INDEX}", path.name))
         return index if index.is_file() else path
     if not path.exists():
-        raise UserError(missing(repository or path, way_out=published.remedy(path)))
+        raise UserError(missing(repository or path, way_out=published.REMEDY))
     if (file := _weights_in(path)) is not None:
         return file
     folder = path if newest_complete(path) else checkpoints_of(path)
@@ -135,11 +135,7 @@ def open_torch(path: Path) -> Any:
         raise_outage(error, path)
         # PyTorch's own message suggests weights_only=False, which would execute code from the file.
         is_code = isinstance(error, pickle.UnpicklingError)
-        why = (
-            "it is damaged, or holds more than tensors and plain data, which can run code"
-            if is_code
-            else one_line(error)
-        )
+        why = "it is damaged, or holds more than tensors and plain data" if is_code else one_line(error)
         raise UserError(
             f"{path}: not a readable weights file ({why}). Download it again, or save its state dict as .safetensors"
             " where it comes from."
@@ -190,20 +186,13 @@ def open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a .safetensors that transformers and timm can read. The file is replaced atomically.
+    """Write a .safetensors, by default one that transformers and timm can read. The file is replaced atomically.
 
-    The same tensors and metadata give the same bytes: the library writes the metadata in an order that changes.
+    metadata: of one key, so that the same tensors and metadata give the same bytes: the order of several changes.
     """
     library = optional("safetensors.torch", f"to write {path}")
-    metadata = {"format": "pt", **(metadata or {})}
-    content = memoryview(library.save(dict(tensors), metadata))
-    end = 8 + int.from_bytes(content[:8], "little")  # Length of the header, header in JSON, data.
-    header = {**json.loads(bytes(content[8:end])), "__metadata__": metadata}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # Aligns the data.
     with replacing(path) as file:
-        for part in (len(text).to_bytes(8, "little"), text, content[end:]):
-            file.write(part)
+        file.write(library.save(dict(tensors), metadata or {"format": "pt"}))
 
 
 def write_folder(folder: Path, tensors: Mapping[str, Tensor], jsons: Mapping[str, Mapping[str, Any]]) -> None:

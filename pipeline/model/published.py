@@ -1,7 +1,6 @@
 """Weights of the Hugging Face hub in the cache of its tools. Nothing here uses a network."""
 
 import re
-import shlex
 from pathlib import Path
 
 # Endings of files of weights; names of repositories have others, as vit_small_patch16_224.augreg_in21k.
@@ -35,15 +34,8 @@ def is_of_hub(weights: str) -> bool:
     return repository is not None and snapshot_of(repository) is not None
 
 
-def remedy(path: Path) -> str:
-    """What to do about weights that do not exist."""
-    repository = repository_of(path)
-    if repository and not path.parent.is_dir():
-        return (
-            "If it is a run, train it first; if it is a repository of the Hugging Face hub, download it: hf download"
-            f" {shlex.quote(repository)}"
-        )
-    return (
-        "Name a run, a checkpoint, a file of weights, or OWNER/NAME on the Hugging Face hub. docs/weights.md has"
-        " commands that download published weights."
-    )
+# What to do about weights that do not exist.
+REMEDY = (
+    "Name a run, a checkpoint, a file of weights, or OWNER/NAME on the Hugging Face hub after hf download OWNER/NAME"
+    " (docs/weights.md)."
+)

@@ -183,7 +183,7 @@ class Objective(nn.Module):
 
     @classmethod
     def values(cls, config: RunConfig) -> Metrics:
-        """What `loss` returns to log, by name, exactly. A plan and a start raise TypeError for another name."""
+        """What `loss` returns to log, by name, exactly."""
         return {}
 
     @classmethod

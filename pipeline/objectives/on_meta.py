@@ -6,7 +6,7 @@ Nothing waits for a device and nothing is computed, so `loss` must choose no sha
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache, partial, wraps
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from pipeline.data.loading.loader import Batch
@@ -142,23 +141,5 @@ def _flops(cls: type["Objective"], config: RunConfig, model: Config) -> int:
     read = inputs(objective, config, _IMAGES, torch.float32)
     begin_step(objective)
     with FlopCounterMode(display=False) as counter:
-        found, values = objective(*read)
-        found.backward()
-    _check_step(objective, config, values)
+        objective(*read)[0].backward()
     return counter.get_total_flops() // _IMAGES
-
-
-def _check_step(objective: "Objective", config: RunConfig, values: Mapping[str, Tensor]) -> None:
-    """Raise TypeError for a mistake in an objective that training would not show. values: what `loss` returned;
-    backward was called.
-    """
-    name = type(objective).__name__
-    if differ := values.keys() ^ objective.values(config).keys():
-        raise TypeError(
-            f"{name}: only one of loss and values names {', '.join(sorted(differ))}: both must name the same."
-        )
-    # Not the backbone's: settings decide which of them are used.
-    ours = {*objective.parameters()}.difference(objective.backbone.parameters())
-    unused = [key for key, p in objective.named_parameters() if p in ours and p.requires_grad and p.grad is None]
-    if unused:
-        raise TypeError(f"{name}: the loss does not depend on {', '.join(unused)}. Use it in loss, or leave it out.")

@@ -12,15 +12,12 @@ from crops_step import tiny_lejepa
 from distillation import SETTINGS
 from live_tensors import LiveTensors, operators_of_a_gpu
 from loaded import inputs_of
-from torch import nn
 
 from data_tools.bench.noise import noise_views
 from pipeline import objectives
-from pipeline.base.metric import Metric
 from pipeline.estimate import activations, memory
 from pipeline.model import Config, build, save, training_flops_per_image
 from pipeline.objectives import on_meta
-from pipeline.objectives.lejepa import Lejepa
 from pipeline.objectives.parts import across_ranks
 from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
@@ -170,38 +167,6 @@ def test_samples_of_other_ranks_are_counted() -> None:
     assert many - one > 2 * 63 * (2 * IMAGES) ** 2 * 4
     with across_ranks.on_meta(3):
         assert across_ranks.gathered(torch.empty(2, 5, device="meta")).shape == (6, 5)
-
-
-class Mistaken(Lejepa):
-    """LeJEPA with a layer that it does not use."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.unused = nn.Linear(2, 2, bias=False)
-
-
-class Undeclared(Lejepa):
-    """LeJEPA that does not say in which unit it logs a value."""
-
-    @classmethod
-    def values(cls, config: RunConfig) -> dict[str, Metric]:
-        return {name: metric for name, metric in super().values(config).items() if name != "sigreg"}
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (Mistaken, r"Mistaken: the loss does not depend on unused\.weight"),
-        (Undeclared, "only one of loss and values names sigreg:"),
-    ],
-)
-def test_a_mistake_in_an_objective_that_training_would_not_show_ends_a_plan(kind: type[Lejepa], message: str) -> None:
-    """The engine trains beside a layer without a gradient, at every ZeRO stage; a value without a declaration has no
-    direction.
-    """
-    config, model = run_of("lejepa", "objective={local_views: 0, hidden: 8, width: 4, directions: 4}")
-    with pytest.raises(TypeError, match=message):
-        on_meta.training_flops(kind, config, model)
 
 
 def test_metrics_without_a_measure_name_both() -> None:

@@ -64,7 +64,7 @@ def test_a_repository_that_is_not_in_the_cache_is_downloaded_by_the_command_in_t
     # Each file may be there without the other.
     for name in ("config.json", "model.safetensors.index.json"):
         (sharded / name).rename(sharded / "away")
-        with pytest.raises(UserError, match=r": hf download google/vit-mu$"):
+        with pytest.raises(UserError, match="hf download OWNER/NAME"):
             load("google/vit-mu")
         (sharded / "away").rename(sharded / name)
     Path("google").mkdir()  # The name is that of a path now.

@@ -26,9 +26,9 @@ def check(*overrides: str) -> None:
 @pytest.mark.parametrize(
     ("loss", "wrong", "message"),
     [
-        ("mae", "model.image_size=225", "image_size = 225.*patch_size = 16"),
+        ("mae", "model.image_size=225", "image_size = 225.*patches of 16"),
         ("mae", "objective.mask_share=0.999", "objective.mask_share = 0.999.* 196 patches"),
-        ("dino", "objective.local_size=90", "objective.local_size = 90: .* Use 80 or 96"),
+        ("dino", "objective.local_size=90", "objective.local_size = 90 .* 16 pixels"),
         ("dino", "augment.crop=resize_crop", "augment.crop = resize_crop"),
         ("sigmoid", "objective.width=3", "unknown setting objective.width"),
     ],

@@ -59,12 +59,10 @@ class ComparesViews(ComparesCrops):
         given: LocalViewSettings = cls.settings(config)
         if not given.local_views or not isinstance(model, ViTConfig):
             return
-        size, patch = given.local_size, model.patch_pixels
-        if size % patch:
-            covered = max(size // patch, 1) * patch
+        size = given.local_size
+        if size % model.patch_pixels:
             raise UserError(
-                f"objective.local_size = {size}: patches of {patch} pixels leave pixels unseen. Use {covered} or"
-                f" {covered + patch}, or objective.local_views=0."
+                f"objective.local_size = {size} is not divisible by patches of {model.patch_pixels} pixels."
             )
         if model.grid_at(size, size) != model.grid:
             model.check_any_grid()
