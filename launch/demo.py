@@ -17,10 +17,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pipeline.process.start import guard
-
-guard(__name__)
-
 from data_tools.demo import make_digits, make_shapes
 from pipeline.base.errors import UserError
 from pipeline.settings import schema

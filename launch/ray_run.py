@@ -9,10 +9,6 @@ from pathlib import Path
 
 sys.path.insert(0, dirname(dirname(__file__)))
 
-from pipeline.process.start import guard
-
-guard(__name__)
-
 from pipeline.base.errors import Stopped, UserError
 from pipeline.cluster import ray_tasks
 from pipeline.cluster.status_files import RESUME
