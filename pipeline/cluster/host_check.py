@@ -3,7 +3,6 @@
 `python -m pipeline.cluster.host_check` runs on each host over ssh; it imports neither torch nor DeepSpeed.
 """
 
-import contextlib
 import fnmatch
 import hashlib
 import json
@@ -11,26 +10,24 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
-from pipeline.base.files import hidden_folder, remove_unfinished, replacing
+from pipeline.base.files import replacing
 from pipeline.base.words import counted
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import HostsConfig
 from pipeline.settings.run import LaunchConfig, RunConfig
 
 _ENVIRONMENT_FILE = Path(".deepspeed_env")  # DeepSpeed's launcher reads it from its working directory.
-# Begins the name of a hidden folder in the output folder, by which hosts show that they share it.
-_TOKEN = "hosts"
 _PACKAGES = ("torch", "deepspeed", "numpy", "pyarrow")
 # Timeout of a host's answer: one whose disks hang accepts the connection but never answers.
 _ANSWER_SECONDS = 120.0
@@ -38,24 +35,19 @@ _ANSWER_SECONDS = 120.0
 _ANSWER = b"host_check: "
 
 
-def run(config: HostsConfig) -> dict[str, dict[str, Any]]:
-    """Write `.deepspeed_env`, check every host, print a line for each; returns the answers. Raises UserError if a check
-    fails.
-    """
+def run(config: HostsConfig) -> None:
+    """Write `.deepspeed_env` and check every host. Raises UserError if a check fails."""
     slots = read_hostfile(Path(config.hostfile))
     of_run = schema.load(RunConfig, config.run, config.settings)
     carried = write_environment(of_run.launch)
     print(f"{_ENVIRONMENT_FILE}: {', '.join(carried) or 'nothing'} will reach every host")
     out = Path(of_run.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    remove_unfinished(out, [_TOKEN])
     data = [of_run.data.path, *(entry.path for entry in of_run.data.mix)]
     paths = [str(Path(path).resolve()) for path in data if "://" not in path]
-    with hidden_folder(out / _TOKEN) as token, ThreadPoolExecutor(len(slots)) as pool:
-        question = {"paths": paths, "out": str(out), "token": str(token)}
+    with TemporaryDirectory(prefix=".is-shared-", dir=out) as shared, ThreadPoolExecutor(len(slots)) as pool:
+        question = {"paths": [*paths, shared], "out": str(out)}
         answers = dict(zip(slots, pool.map(lambda host: ask(host, question), slots), strict=True))
-    for host, found in answers.items():
-        print(f"{host}, slots={slots[host]}, {found['about']}")
     unfit = problems(slots, answers)
     for line in unfit:
         print(f"unfit: {line}", file=sys.stderr)
@@ -65,7 +57,6 @@ def run(config: HostsConfig) -> dict[str, dict[str, Any]]:
             " run."
         )
     print(f"{counted(len(slots), 'host')}, {counted(sum(slots.values()), 'slot')}: alike and fit")
-    return answers
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
@@ -108,7 +99,6 @@ def write_environment(launch: LaunchConfig) -> list[str]:
     if bad := [name for name, value in chosen.items() if "\n" in value]:
         raise UserError(f"launch.env: {bad[0]} holds a line break, which DeepSpeed's file of variables cannot.")
     lines = [f"{name}={shlex.quote(value).replace('%', '%%')}\n" for name, value in sorted(chosen.items())]
-    remove_unfinished(_ENVIRONMENT_FILE.parent, [_ENVIRONMENT_FILE.name])  # It may hold credentials, too.
     with replacing(_ENVIRONMENT_FILE, mode=0o600) as file:
         file.write("".join(lines).encode())
     return sorted(chosen)
@@ -133,30 +123,19 @@ def ask(host: str, question: dict[str, Any]) -> dict[str, Any]:
         reason = f"it has not answered within {_ANSWER_SECONDS:g} s"
     except (OSError, ValueError) as error:
         reason = str(error)
-    return {"about": "no answer", "versions": {}, "unfit": [reason], "gpus": 0}
+    return {"versions": {}, "unfit": [reason], "gpus": 0}
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Check this host. versions: to be the same on all hosts. unfit: its problems."""
-    packages = {}
-    for name in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            packages[name] = metadata.version(name)
-    gpus = sum(line.startswith("GPU ") for line in _printed("nvidia-smi", "-L").splitlines())
-    out = question["out"]
-    free = shutil.disk_usage(out).free / 1e9 if os.path.exists(out) else 0
-    unfit = {
-        **{f"{name} is not installed": name not in packages for name in _PACKAGES},
-        **{f"{path} is missing": not os.path.exists(path) for path in question["paths"]},
-        "the output folder is not shared with it": not os.path.exists(question["token"]),
-        "has no permission to write to the output folder": not os.access(out, os.W_OK),
-    }
-    about = [counted(gpus, "GPU"), counted(len(os.sched_getaffinity(0)), "core"), f"{free:,.0f} GB free"]
+    unfit = [f"{path} is missing" for path in question["paths"] if not os.path.exists(path)]
+    if not os.access(question["out"], os.W_OK):
+        unfit.append("has no permission to write to the output folder")
+    packages = {name: metadata.version(name) for name in _PACKAGES}
     return {
-        "about": ", ".join([*about, *(f"{name} {packages.get(name)}" for name in ("torch", "deepspeed"))]),
         "versions": {"python": platform.python_version(), "revision": _revision(), **packages},
-        "unfit": [text for text, is_so in unfit.items() if is_so],
-        "gpus": gpus,
+        "unfit": unfit,
+        "gpus": len(list(Path("/dev").glob("nvidia[0-9]*"))),
     }
 
 
@@ -164,7 +143,7 @@ def problems(slots: Mapping[str, int], answers: Mapping[str, dict[str, Any]]) ->
     """Return one line per problem of a host; versions are compared with the first host that answered."""
     found: list[str] = []
     first = next((host for host, a in answers.items() if a["versions"]), "")
-    on_gpus = any(a["gpus"] for a in answers.values())  # Then a host without one has a driver that does not answer.
+    on_gpus = any(a["gpus"] for a in answers.values())  # Then a host without one has no driver.
     for host, a in answers.items():
         lines = list(a["unfit"])
         for name, version in a["versions"].items():
@@ -174,14 +153,6 @@ def problems(slots: Mapping[str, int], answers: Mapping[str, dict[str, Any]]) ->
             lines.append(f"slots={slots[host]} in the hostfile, but it has {counted(a['gpus'], 'GPU')}")
         found += [f"{host}: {line}" for line in lines]
     return found
-
-
-def _printed(*command: str) -> str:
-    """Return what a program prints; empty without the program, or if it hangs."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
 
 
 def _revision() -> str:
