@@ -381,8 +381,7 @@ class TrainingRun(StartingPoint):
         self.saver.close()
         if self.drawing:
             is_new = self.progress.step > self.progress.start or bool(self.head_metrics)
-            if again := self.drawing.end(last=is_finished and is_new):
-                self.console.say(f"the last figures are not drawn within {self.drawing.timeout:.0f} s. Later: {again}")
+            self.drawing.end(last=is_finished and is_new)
         waits.say_with(None)  # The console was this run's.
 
     def show_end(self, how: Ending, reason: str) -> None:
