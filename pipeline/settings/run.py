@@ -516,8 +516,6 @@ class EngineConfig(Settings):
     """
     peak_tflops: NonNegativeFloat = setting(0.0, on_change="nothing")
     """Peak TFLOP/s of a device, for MFU; 0 looks it up on the data sheet."""
-    timeout_minutes: float = minutes(10.0, min=None, above=0)
-    """Timeout of a collective call, after which the run fails."""
 
 
 class EvaluateConfig(Settings):
@@ -659,7 +657,7 @@ class HealthConfig(Settings):
     hang_minutes: float = minutes(5.0)
     """Minutes without progress after which the run reports the rank, host and line of code that it waits for, and ends;
     0 is never. Waits that may last do not count: of any rank for a bucket (data.retry_minutes) and for a checkpoint
-    (checkpoint.wait_minutes). Must be below engine.timeout_minutes.
+    (checkpoint.wait_minutes).
     """
     straggler_ratio: NonNegativeFloat = setting(1.5, on_change="nothing")
     """Report a rank whose data loading and forward passes take this many times as long as the median rank's; 0 is
@@ -880,11 +878,6 @@ class RunConfig(Settings):
                     f"probe.every = {self.probe.every} with probe.shots=0, probe.neighbours=0 and"
                     " probe.rankme_images=0: set one of them."
                 )
-        if self.health.hang_minutes >= self.engine.timeout_minutes:
-            raise UserError(
-                f"health.hang_minutes = {self.health.hang_minutes} must be below engine.timeout_minutes = "
-                f"{self.engine.timeout_minutes}, after which waiting ranks end without reporting what they wait for."
-            )
 
     def _check_engine(self) -> None:
         engine, freeze = self.engine, self.train.freeze

@@ -68,7 +68,7 @@ from pipeline.objectives.parameters.optimizers import peak_rate
 from pipeline.process import waits
 from pipeline.process.committed import checkpoints_of
 from pipeline.process.console import Console
-from pipeline.process.distributed import Ranks, from_environment, use_exact_arithmetic
+from pipeline.process.distributed import START_MINUTES, Ranks, from_environment, use_exact_arithmetic
 from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
@@ -135,7 +135,7 @@ def _find_start_on_all_ranks(stop: Stop, prepared: Prepared) -> StartingPoint:
     data_lines = data.notes() if ranks.is_main else []  # Others say nothing.
     for line in plan.notes(config) + objectives.without_effect(config) + data_lines:
         console.say(line)
-    start_ranks(ranks, config.engine.timeout_minutes, _longest_wait_minutes(config), stop.meet)
+    start_ranks(ranks, _collective_minutes(config), stop.meet)
     ranks.agree(in_use)
     stop.connect(ranks)
     ranks.on_all(partial(refuse_other_facts, identity, ranks.agree(identity)))
@@ -182,9 +182,9 @@ def _find_start_on_all_ranks(stop: Stop, prepared: Prepared) -> StartingPoint:
     )
 
 
-def _longest_wait_minutes(config: RunConfig) -> float:
-    """Longest wait of a rank outside a collective call that the others are in."""
-    return max(config.data.retry_minutes, config.commit_minutes)
+def _collective_minutes(config: RunConfig) -> float:
+    """Timeout of a collective call: the watchdog speaks first, also while one rank is in a wait that may last."""
+    return START_MINUTES + config.health.hang_minutes + max(config.data.retry_minutes, config.commit_minutes)
 
 
 def identity_of(config: RunConfig, plan: Plan, data: RunData) -> Identity:
@@ -389,7 +389,7 @@ def _build_training_on_all_ranks(
     optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused)
     with room("training", lambda: what_takes_less(config, plan, start.model.config)):
         engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
-        limit_collectives(config.engine.timeout_minutes + _longest_wait_minutes(config))
+        limit_collectives(_collective_minutes(config))
         dry_run_on_all_ranks(engine, start)
     if start.resumed is not None:
         engine.load(ShardedTensors.open(start.resumed), start.state.engine)

@@ -86,7 +86,7 @@ def main() -> None:
         parser.add_argument(name, type=int, default=default)
     given = parser.parse_args()
     ranks = from_environment()
-    start_ranks(ranks, timeout_minutes=10)
+    start_ranks(ranks)
     batch = noise_views([(1, given.pixels, given.pixels)], given.batch)
     steps = [make(given, ranks, batch) for make in (pipeline_step, bare_step)]
     print("loss of the first step: pipeline {:.5f}, bare PyTorch {:.5f}".format(*(step(0) for step in steps)))
