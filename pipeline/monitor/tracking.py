@@ -93,10 +93,6 @@ class Tracker:
         """ID of the MLflow run; "" until MLflow answered."""
         return next((export.run_id for export in self._exports), "")
 
-    def how_to_open(self) -> list[str]:
-        """How to look at the run in a browser, in each tracker that has answered."""
-        return [way for export in self._exports if export.run_id and (way := export.exporter.how_to_open())]
-
     def value_at_start(self, name: str) -> float | None:
         """The recorded value of a metric at the step that the run continues from."""
         return self._logged.get(accepted_name(name))

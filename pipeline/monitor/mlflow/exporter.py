@@ -17,7 +17,6 @@ from pipeline.monitor.mlflow.connection import (
     connect,
     experiment_id,
     found_by,
-    how_to_open,
     is_refusal,
     one_line,
 )
@@ -161,9 +160,6 @@ class MlflowExporter(Exporter):
     def finish(self, end: End) -> None:
         self._set_tags("how the run ended", end.tags)
         self.client.set_terminated(self.sent.run_id, end.status)
-
-    def how_to_open(self) -> str:
-        return how_to_open(self.config.uri, self.experiment_id)
 
     def explain(self, error: Exception) -> str:
         return f"{'refused the run' if is_refusal(error) else 'cannot be reached'} ({one_line(error)})"
