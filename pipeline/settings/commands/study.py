@@ -80,14 +80,12 @@ class ExperimentConfig(Settings):
     """
     gpus: NonNegativeInt = 0
     """GPUs of a run: reserved for it on Ray, and counted in the plan. 0 computes on the CPU."""
-    threads: Threads = setting(2, needs="on=ray|slurm")
-    """CPUs of a run with on=ray, of each of its GPUs with slurm."""
+    threads: Threads = setting(2, needs="on=ray")
+    """on=ray: CPUs of a run."""
     num_tasks: Tasks = setting(0, needs="on=ray")
     """on=ray: number of tasks that run at the same time; 0 is as many as fit."""
     tflops: NonNegativeFloat = 0.0
     """Sustained TFLOP/s of one device in training, for the plan of a study until runs are finished, which say it."""
-    slurm: PathText = setting("", output="file")
-    """Write a SLURM script to this file, whose array tasks do the runs, and end. '-' prints it."""
     cell: str = ""
     """Do this run only (its name), and write no report."""
     report: bool = False
@@ -101,8 +99,8 @@ class ExperimentConfig(Settings):
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
-        if sum([bool(self.cell), self.report, bool(self.slurm), self.plan]) > 1:
-            raise UserError("cell, report, slurm and plan each do something else: set one of them.")
+        if sum([bool(self.cell), self.report, self.plan]) > 1:
+            raise UserError("cell, report and plan each do something else: set one of them.")
 
 
 class StudyModel(Settings):
