@@ -1,7 +1,9 @@
 """Sets a run up: settings, data, weights and checkpoints become a `TrainingRun`."""
 
 import contextlib
+import hashlib
 import json
+import platform
 import socket
 import time
 import traceback
@@ -9,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -138,7 +141,8 @@ def _find_start_on_all_ranks(stop: Stop, prepared: Prepared) -> StartingPoint:
     start_ranks(ranks, _collective_minutes(config), stop.meet)
     ranks.agree(in_use)
     stop.connect(ranks)
-    ranks.on_all(partial(refuse_other_facts, identity, ranks.agree(identity)))
+    same = identity | versions()
+    ranks.on_all(partial(refuse_other_facts, same, ranks.agree(same)))
     check_tars_on_all_ranks(ranks, data.split.storage.unchecked or [])
 
     gpu_memory = device_memory(ranks.device)
@@ -205,8 +209,17 @@ def identity_of(config: RunConfig, plan: Plan, data: RunData) -> Identity:
     }
 
 
+def versions() -> Identity:
+    """What is the same on every rank beside settings and data: Python, packages, and this code, also without git."""
+    code = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        code.update(file.read_bytes())
+    packages = {name: metadata.version(name) for name in ("torch", "deepspeed")}
+    return {"python": platform.python_version(), **packages, "this code": code.hexdigest()[:12]}
+
+
 def refuse_other_facts(mine: Identity, of_rank_0: Identity) -> None:
-    """Raise UserError if this rank's settings or data differ from rank 0's: its batches would not match."""
+    """Raise UserError if this rank's settings, data or versions differ from rank 0's: its batches would not match."""
     keys = [key for key in {**of_rank_0, **mine} if mine.get(key) != of_rank_0.get(key)]
     values = [(key, schema.in_words(mine.get(key)), schema.in_words(of_rank_0.get(key))) for key in keys]
     other = [f"{key} is {here} here, {there} on rank 0" for key, here, there in values]
