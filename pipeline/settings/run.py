@@ -33,7 +33,6 @@ from pipeline.settings.quantities import (
     Seed,
     Share,
     ShareBelow1,
-    ShellWords,
     Side,
     Threads,
     one_of,
@@ -706,13 +705,6 @@ class TrackConfig(Settings):
     """ID of the MLflow run below which this one is shown, as launch/finetune_grid.py sets it; empty: none."""
 
 
-class LaunchConfig(Settings):
-    env: ShellWords = "NCCL_* GLOO_* AWS_* GOOGLE_* MLFLOW_* OMP_NUM_THREADS DS_ACCELERATOR TORCH_EXTENSIONS_DIR"
-    """Environment variables that are passed to every host (launch/hosts.py): names, where * stands for any text, or
-    NAME=value. Put secrets into the environment, because settings are displayed.
-    """
-
-
 class RunConfig(Settings):
     """A run: pre-training, or fine-tuning when init.weights is set."""
 
@@ -741,7 +733,6 @@ class RunConfig(Settings):
     health: HealthConfig = setting(HealthConfig)
     init: InitConfig = setting(InitConfig, on_change="run")
     track: TrackConfig = setting(TrackConfig, on_change="nothing")
-    launch: LaunchConfig = setting(LaunchConfig, on_change="nothing")
 
     @property
     def evaluators(self) -> dict[str, RunProbeConfig]:

@@ -65,7 +65,7 @@ def run_facts(start: "StartingPoint", origin: WeightsOrigin | None) -> RunFacts:
     }
     if start.run_probe:
         parameters |= {f"{PROBED_IMAGES}_{one.name}": len(one.test) for one in start.run_probe.labelled}
-    for hidden in ("name", "out", "track.uri", "track.parent_run", "launch.env"):
+    for hidden in ("name", "out", "track.uri", "track.parent_run"):
         parameters.pop(hidden, None)
     tags = {
         "model": str(resolved["model.name"]),
