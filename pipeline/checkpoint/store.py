@@ -3,7 +3,7 @@
     checkpoints/step-00001000/rank-0003.5f3a91c2.bin   rank 3's part, fp32 (pipeline/checkpoint/sharded_tensors.py)
     checkpoints/step-00001000/index.json               which ranges of which tensors lie in which file
     checkpoints/step-00001000/model.safetensors        the model alone, fp32 (pipeline.model.load reads it)
-    checkpoints/step-00001000/state.json               format, step, samples seen, settings, fingerprint of the data
+    checkpoints/step-00001000/state.json               format, step, settings, fingerprint of the data
     checkpoints/step-00001000/checksums.json           size and checksum of every file above; written last
     checkpoints/latest                                 the name of the newest, replaced atomically
     checkpoints/kept.json                              checkpoints exempt from retention, and why

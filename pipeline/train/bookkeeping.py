@@ -1,13 +1,11 @@
 """A run in training: what it consists of, and what the loop does beside the step: loss spikes, logging, saving."""
 
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from pipeline import model as models
@@ -249,8 +247,8 @@ class TrainingRun(StartingPoint):
             "losses": [float(loss), *map(float, values.values())],
             "counts": counts.numbers(),
             "saves": saver.numbers(),
-            "line": meter.read_for_line() if line else [],
-            "record": meter.read() if record else [],
+            "line": meter.read("line") if line else [],
+            "record": meter.read("record") if record else [],
         }
         numbers = ranks.gather_numbers(own)  # The only collective call, unless one has news.
         counts.gather_on_all_ranks(numbers["counts"])
@@ -335,8 +333,6 @@ class TrainingRun(StartingPoint):
         trained_on = [asdict(one) for one in self.trained_on]
         state = {
             "step": progress.step,
-            "samples_seen": progress.step * config.train.global_batch,
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "engine": asdict(engine.counters()),
             "model": model.to_dict(),
             "identity": self.identity | {RUN_FOLDER: str(Path(config.out, config.name).resolve())},

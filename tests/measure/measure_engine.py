@@ -45,7 +45,7 @@ def pipeline_step(given: argparse.Namespace, ranks: Ranks, batch: Batch) -> Call
         result = training_step(engine, [batch], number, _LR)
         meter.step(given.batch)
         if number % given.steps == 0:
-            meter.read()
+            meter.read("record")
             return ranks.sum(float(result.loss))[0] / ranks.world_size
         return 0.0
 
