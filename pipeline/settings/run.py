@@ -204,8 +204,6 @@ class DataConfig(Settings):
     """Split to train on."""
     eval_split: str = "val"
     """Split to evaluate on; empty: none. Without labels, val is none if there is no such split."""
-    eval_also: str = setting("", on_change="comparison")
-    """Further splits of data.path to evaluate on, with commas between; their metrics begin with the split's name."""
     exclude: str = "all"
     """Lists of excluded samples (exclude/*.parquet): all, none, or names with commas."""
     limit: Limit = setting(Limit.parse("100%"), on_change="run")
@@ -248,17 +246,12 @@ class DataConfig(Settings):
         The first is the main one: of its predictions are figures and scores.json.
         """
         own = [] if not self.evaluated_split else [self.evaluated_split]
-        return [*own, *self.also_evaluated, *(name for entry in self.mix for name in entry.evaluated)]
+        return [*own, *(name for entry in self.mix for name in entry.evaluated)]
 
     @property
     def evaluated_split(self) -> str:
-        """The split that is evaluated of data.path, "" for none; those of data.eval_also are others."""
+        """The split that is evaluated of data.path, "" for none."""
         return "dev" if self.dev_share else self.eval_split
-
-    @property
-    def also_evaluated(self) -> list[str]:
-        """Splits of data.eval_also."""
-        return _named(self.eval_also)
 
     @property
     def target_names(self) -> list[str]:

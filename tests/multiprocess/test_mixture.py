@@ -42,7 +42,7 @@ def runs(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     third = f"{{path: {folder}/c, weight: 2, from_step: 3}}"
 
     def run(name: str, mix: str, *more: str) -> list[str]:
-        mixed = [f"data.mix=[{mix}]", "data.weight=2", "data.eval_also=train", "checkpoint.best=train_top1"]
+        mixed = [f"data.mix=[{mix}]", "data.weight=2", "checkpoint.best=b_val_top1"]
         return settings(folder / "a", folder, name, *mixed, *more)
 
     both = f"{second}, {third}"
@@ -61,7 +61,7 @@ def test_a_resumed_run_that_adds_a_set_is_the_whole_one(runs: tuple[Path, str]) 
     folder, said = runs
     assert metrics(folder / "whole") == metrics(folder / "parts")
     assert len(metrics(folder / "whole")) == 6
-    for name in ("val_top1", "train_top1", "b_val_top1", "b_val_loss"):
+    for name in ("val_top1", "b_val_top1", "b_val_loss"):
         assert len(metrics(folder / "parts", name)) == 2, name
     page = json.loads((folder / "whole" / "run.json").read_text())
     evaluated = [(of["name"], of["split"]) for of in page["facts"]["datasets"] if of["context"] == "evaluation"]

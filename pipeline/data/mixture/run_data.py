@@ -93,8 +93,6 @@ def open_run_data(
     evaluated = {} if evaluation is None else {evaluation.name: (own, evaluation)}
     mixture = mixture_of(data)
     first = Part(mixture.sets[0], own, split)
-    for name in data.also_evaluated:
-        _add_evaluated(evaluated, name, first, name, f"data.eval_also = {data.eval_also}")
     run = RunData(own, own, split, evaluated, held_out_split(own, data), len(split), targets)
     if len(mixture.sets) > 1:
         run = _with_other_sets(run, first, mixture, data, seed, global_batch, labels)

@@ -128,33 +128,22 @@ def test_where_labels_are_only_scored_those_of_evaluated_sets_are_joined(sets: P
 
 
 def test_further_splits_are_evaluated_under_their_names(sets: Path) -> None:
-    more = "data.eval_also=extra, train"
-    alone = opened(sets, "", f"data.path={sets / 'b'}", "data.eval_split=extra", "data.eval_also=train")
-    assert {name: split.name for name, (_, split) in alone.evaluated.items()} == {"extra": "extra", "train": "train"}
-    mixed = config(sets, "{path: a, weight: 1, eval_split: val}", f"data.path={sets / 'b'}", "data.dev_share=0.1", more)
+    mixed = config(sets, "{path: a, weight: 1, eval_split: val}", f"data.path={sets / 'b'}", "data.dev_share=0.1")
     data = open_run_data(mixed.data, 0, 20, "learned")
     evaluated = {name: (dataset.path.name, len(split)) for name, (dataset, split) in data.evaluated.items()}
-    assert evaluated == {"dev": ("b", 5), "extra": ("b", 20), "train": ("b", 50), "a_val": ("a", 10)}
+    assert evaluated == {"dev": ("b", 5), "a_val": ("a", 10)}
     assert list(evaluated) == mixed.data.evaluated
     assert {f"{name}_top1" for name in evaluated} < objectives.metrics(mixed)["scores"].keys()
     other = opened(sets, "{path: b, weight: 1, eval_split: extra}", "data.eval_split=")
     assert other.evaluation is other.evaluated["b_extra"][1]
-    for settings, reason in (
-        (["data.eval_also=test"], "data.eval_also = test: .*/a has no split 'test'. It has: train, val"),
-        (["data.eval_also=val"], "data.eval_also = val: there are metrics val_... of another split already."),
-    ):
-        with pytest.raises(UserError, match=reason):
-            opened(sets, "", *settings)
 
 
 def test_a_split_that_is_evaluated_and_trained_on_is_known(sets: Path) -> None:
     """In a mixture, it was another set of data.mix whose scores passed for those of held-out images."""
     held_out = opened(sets, "{path: b, weight: 1, eval_split: extra}", "data.dev_share=0.1")
     assert held_out.not_held_out(held_out.trained_on("r")) == {}
-    mixed = opened(
-        sets, "{path: a, split: val, weight: 1}", f"data.path={sets / 'copy'}", "data.eval_also=train", "data.limit=50%"
-    )
-    assert mixed.not_held_out(mixed.trained_on("r")) == {"val": "r", "train": "r"}
+    mixed = opened(sets, "{path: a, split: val, weight: 1}", f"data.path={sets / 'copy'}", "data.limit=50%")
+    assert mixed.not_held_out(mixed.trained_on("r")) == {"val": "r"}
     alone = opened(sets, "", "data.eval_split=train")
     assert alone.not_held_out(alone.trained_on("r")) == {"train": "r"}
     # A probe reads no label of them, but its features were learnt from them.
