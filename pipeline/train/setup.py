@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -211,10 +210,12 @@ def identity_of(config: RunConfig, plan: Plan, data: RunData) -> Identity:
 
 def versions() -> Identity:
     """What is the same on every rank beside settings and data: Python, packages, and this code, also without git."""
+    from pipeline.train.zero.internals import deepspeed
+
     code = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         code.update(file.read_bytes())
-    packages = {name: metadata.version(name) for name in ("torch", "deepspeed")}
+    packages = {"torch": torch.__version__, "deepspeed": deepspeed.__version__}
     return {"python": platform.python_version(), **packages, "this code": code.hexdigest()[:12]}
 
 

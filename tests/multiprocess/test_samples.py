@@ -148,8 +148,8 @@ def test_ranks_that_see_other_lists_are_stopped() -> None:
 def test_a_host_with_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     there = setup.versions()
     setup.refuse_other_facts(setup.versions(), there)
-    monkeypatch.setattr(setup.metadata, "version", lambda name: "0.1")
-    with pytest.raises(UserError, match=r"torch is 0\.1 here, .* on rank 0; deepspeed is 0\.1 here"):
+    monkeypatch.setattr(torch, "__version__", "0.1")
+    with pytest.raises(UserError, match=r"^differs from rank 0: torch is 0\.1 here, .* on rank 0\. Give"):
         setup.refuse_other_facts(setup.versions(), there)
 
 
