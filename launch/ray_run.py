@@ -9,10 +9,6 @@ from pathlib import Path
 
 sys.path.insert(0, dirname(dirname(__file__)))
 
-from pipeline.process.start import guard
-
-guard(__name__)
-
 from pipeline.base.errors import Stopped, UserError
 from pipeline.cluster import ray_tasks
 from pipeline.cluster.status_files import RESUME
@@ -33,7 +29,7 @@ means that the same command resumes the run. Set RAY_JOB_STOP_WAIT_TIME_S=30, so
 """
 
 
-def run(ranks: int, cpus_per_rank: int, wait_minutes: float, command: list[str]) -> int:
+def run(ranks: int, cpus_per_rank: int, command: list[str]) -> int:
     if Path(command[0]).stem not in ("pretrain", "finetune"):
         raise UserError(
             f"{command[0]} trains no ranks: give launch/pretrain.py or launch/finetune.py and its settings, without a"
@@ -55,7 +51,7 @@ def run(ranks: int, cpus_per_rank: int, wait_minutes: float, command: list[str])
     command = [*python_arguments(command[0]), *command[1:]]
     say = partial(print, flush=True)
     try:
-        return ray_tasks.run_ranks(command, ranks, cpus_per_rank, say, lambda: bool(heard), wait_minutes)
+        return ray_tasks.run_ranks(command, ranks, cpus_per_rank, say, lambda: bool(heard))
     except Stopped:
         say("stopped before the ranks ran: the same command starts them (exit code 75)")
         return RESUME
@@ -68,19 +64,13 @@ if __name__ == "__main__":
         "--cpus-per-rank", type=int, default=1, help="CPUs of each rank on a cluster without GPUs (default: 1)"
     )
     parser.add_argument(
-        "--wait-minutes",
-        type=float,
-        default=10.0,
-        help="how long to wait for CPUs and GPUs that other jobs hold (default: 10)",
-    )
-    parser.add_argument(
         "command", nargs=argparse.REMAINDER, help="launch/pretrain.py or launch/finetune.py, and its settings"
     )
     arguments = parser.parse_args()
     if not arguments.command:
         parser.error("give a command: launch/pretrain.py --config FILE")
-    if arguments.ranks < 0 or arguments.cpus_per_rank < 1 or not arguments.wait_minutes >= 0:
-        parser.error("--ranks and --wait-minutes must not be negative, and --cpus-per-rank must be at least 1")
+    if arguments.ranks < 0 or arguments.cpus_per_rank < 1:
+        parser.error("--ranks must not be negative, and --cpus-per-rank must be at least 1")
     forget_launcher()
     with mistakes_in_one_line():
-        sys.exit(run(arguments.ranks, arguments.cpus_per_rank, arguments.wait_minutes, arguments.command))
+        sys.exit(run(arguments.ranks, arguments.cpus_per_rank, arguments.command))

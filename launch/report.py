@@ -15,10 +15,6 @@ from os.path import dirname
 
 sys.path.insert(0, dirname(dirname(__file__)))
 
-from pipeline.process.start import guard
-
-guard(__name__)
-
 from pipeline.settings.command import main
 from pipeline.settings.commands.reports import RunReportConfig
 

@@ -14,10 +14,10 @@ support them.
       python launch/study.py --config configs/study/data_size_cpu.yaml
       python launch/study.py --config configs/study/scaling.yaml 'settings=[data.path=datasets/photos]' \\
           score=top1 tflops=300 plan=true
-  On this machine's GPUs, on a Ray cluster with 8 GPUs a cell, or as a SLURM array:
+  On this machine's GPUs, on a Ray cluster with 8 GPUs a cell, or one cell, as a task of a SLURM array does:
       python launch/study.py --config FILE launcher="deepspeed --num_gpus 8" gpus=8
       ray job submit --working-dir . -- python launch/study.py --config FILE on=ray gpus=8 out=/shared/runs
-      python launch/study.py --config FILE gpus=8 slurm=study.sbatch
+      python launch/study.py --config FILE gpus=8 cell=NAME
 
 Cells run cheapest first. After any interruption, run the same command again: finished cells are kept, others resume.
 A cell that fails or diverges is reported, and the others continue; the exit code is then 2 for failures.
@@ -27,10 +27,6 @@ import sys
 from os.path import dirname
 
 sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.process.start import guard
-
-guard(__name__)
 
 from pipeline.settings.command import main
 from pipeline.settings.commands.study import StudyConfig

@@ -19,10 +19,7 @@ def test_demo_goes_the_whole_way(tmp_path: Path) -> None:
         command, cwd=ROOT, capture_output=True, text=True, timeout=1700, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
-    summary = json.loads((out / "summary.json").read_text())
-    assert list(summary) == ["pretrain_top1", "finetune_top1", "fewshot_top1", "images_per_second", "seconds"]
-    assert summary["finetune_top1"] >= 0.35  # Of ten classes, after 66 steps.
-    assert 0.15 < summary["fewshot_top1"] < 1
+    (score,) = (out / "finetune").rglob("evaluate/**/scores.json")
+    assert json.loads(score.read_text())["top1"] >= 0.35  # Of ten classes, after 66 steps.
+    assert "5-shot" in done.stdout
     assert "resumed from" in (out / "pretrain" / "log.txt").read_text(), "it was killed and went on"
-    # The addresses of the tables of runs, at the end of both runs and of the demo.
-    assert done.stdout.count(f"STORE={out / 'mlflow.db'}, then http://localhost:5000/#/experiments/1/runs?") == 3

@@ -383,7 +383,7 @@ def pipeline_engine(run: RunConfig, objective: Objective, optimizer: torch.optim
     # Late: imports DeepSpeed, which may use CUDA, and processes are forked from one that has imported this file.
     from pipeline.train.zero.engine import Engine, start_ranks
 
-    start_ranks(ranks := from_environment(), timeout_minutes=10)
+    start_ranks(ranks := from_environment())
     plan = make_plan(run, 10**6, 1)
     objective.num_steps = plan.steps
     return Engine(objective, optimizer, run.engine, run.optimizer, plan, ranks, 0, StepClock(ranks.device))

@@ -3,7 +3,7 @@
     checkpoints/step-00001000/rank-0003.5f3a91c2.bin   rank 3's part, fp32 (pipeline/checkpoint/sharded_tensors.py)
     checkpoints/step-00001000/index.json               which ranges of which tensors lie in which file
     checkpoints/step-00001000/model.safetensors        the model alone, fp32 (pipeline.model.load reads it)
-    checkpoints/step-00001000/state.json               format, step, samples seen, settings, fingerprint of the data
+    checkpoints/step-00001000/state.json               format, step, settings, fingerprint of the data
     checkpoints/step-00001000/checksums.json           size and checksum of every file above; written last
     checkpoints/latest                                 the name of the newest, replaced atomically
     checkpoints/kept.json                              checkpoints exempt from retention, and why
@@ -19,9 +19,8 @@ import json
 import math
 import os
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -120,37 +119,6 @@ class WriterStatus:
     part: WrittenPart | None = None
     error: str | None = None
     crash: bool = False
-
-
-class Reach:
-    """Whether this process reaches the storage: what another process writes there cannot be seen, nor written, during
-    an outage.
-
-    A request that takes longer than SILENCE_SECONDS counts as an outage, of a bucket whose requests are retried as of a
-    file system that blocks.
-    """
-
-    def __init__(self) -> None:
-        self._begun: dict[int, float] = {}  # By thread.
-        self._since = time.monotonic()
-
-    @contextlib.contextmanager
-    def request(self) -> Iterator[None]:
-        """A small request of this thread."""
-        begin = self._begun[threading.get_ident()] = time.monotonic()
-        try:
-            yield
-        finally:
-            del self._begun[threading.get_ident()]
-            if time.monotonic() - begin > SILENCE_SECONDS:
-                self._since = time.monotonic()
-
-    def seconds_since(self, moment: float) -> float:
-        """Seconds since `moment` (time.monotonic) or since the last outage; 0 during one."""
-        now = time.monotonic()
-        if any(now - begin > SILENCE_SECONDS for begin in self._begun.copy().values()):
-            return 0.0
-        return now - max(moment, self._since)
 
 
 class Checkpoints:
@@ -280,21 +248,21 @@ class Checkpoints:
         return [path for path in _inside(self.folder) if path.name.startswith((_WRITING, _REMOVING))]
 
     def clean_up(self, say: Callable[[str], None], silence: float = SILENCE_SECONDS) -> None:
-        """Wait for writers that outlived their run, then remove unfinished saves. silence: timeout in seconds without
-        progress.
+        """Wait for writers that outlived their run, then remove unfinished saves.
+
+        silence: seconds between looks without progress; an outage, in which a look lasts longer, does not count.
         """
-        reach = Reach()
-        seen, since = self._progress(), time.monotonic()
-        said = False
-        while seen and reach.seconds_since(since) < silence:
-            time.sleep(min(0.2, silence / 4))
-            with reach.request():
-                now = self._progress()
+        seen, silent, said = self._progress(), 0.0, False
+        pause = min(0.2, silence / 4)
+        while seen and silent < silence:
+            time.sleep(pause)
+            silent += pause
+            now = self._progress()
             if now != seen:
                 if now and not said:
                     say(f"{self.folder}: a checkpoint is still being written by the previous run: waiting for it")
                     said = True
-                seen, since = now, time.monotonic()
+                seen, silent = now, 0.0
         for path in self.unfinished():
             self.discard(path)
         if isinstance(self.folder, Path):

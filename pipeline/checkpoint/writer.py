@@ -46,7 +46,6 @@ from pipeline.checkpoint.store import (
     FORMAT,
     MODEL,
     Checkpoints,
-    Reach,
     WriterStatus,
     WrittenPart,
     checksum,
@@ -154,10 +153,10 @@ def save(job: SaveJob, memory: int, give_up: float = GIVE_UP_SECONDS, again: boo
         path = checkpoints.begin(job.step, job.token)
         if again and job.commit is None and read_status(path, job.rank, job.token).part is not None:
             return  # Rank 0's writer may be reading it.
-        with _beating(path, job) as reach:
+        with _beating(path, job):
             part = _write_part(path, job, memory)
             if job.commit is not None:
-                checksums = _write_rest(path, job, job.commit, _await_parts(path, job, part, give_up, reach))
+                checksums = _write_rest(path, job, job.commit, _await_parts(path, job, part, give_up))
         if job.commit is not None:
             final = checkpoints.commit(path, checksums)
             committed = True
@@ -222,26 +221,25 @@ def _flushed(path: Path) -> Iterator[Callable[[bytes | memoryview], None]]:
         os.fsync(file.fileno())
 
 
-def _await_parts(path: AnyPath, job: SaveJob, own: WrittenPart, give_up: float, reach: Reach) -> list[WrittenPart]:
+def _await_parts(path: AnyPath, job: SaveJob, own: WrittenPart, give_up: float) -> list[WrittenPart]:
     """Wait for every rank's part. Raises UserError if one failed, CrashError after `give_up` seconds of silence.
 
-    reach: silence counts only while this writer reaches the storage.
+    Silence is what passes between looks: an outage, in which a look lasts longer, does not count.
     """
     parts = {job.rank: own}
-    heard: dict[int, tuple[WriterStatus, float]] = {}
+    heard = dict[int, WriterStatus]()
+    silent = dict[int, float]()
     pause = 0.01
     while missing := set(range(job.world_size)) - parts.keys():
         for rank in missing:
-            with reach.request():
-                status = read_status(path, rank, job.token)
+            status = read_status(path, rank, job.token)
             if status.error is not None:
                 raise (CrashError if status.crash else UserError)(f"rank {rank}: {status.error}")
             if status.part is not None:
                 parts[rank] = status.part
-            last, since = heard.get(rank, (WriterStatus(), 0.0))
-            if rank not in heard or status != last:
-                heard[rank] = status, time.monotonic()
-            elif reach.seconds_since(since) > give_up:
+            silent[rank] = silent.get(rank, 0.0) + pause if status == heard.get(rank) else 0.0
+            heard[rank] = status
+            if silent[rank] > give_up:
                 raise CrashError(
                     f"rank {rank}'s part of the checkpoint of step {job.step:,} does not come: its writer has said "
                     f"nothing for {give_up:.0f} s."
@@ -302,23 +300,23 @@ def _write_model(file: AnyPath, sharded: ShardedTensors, commit: Commit) -> Chec
 
 
 @contextlib.contextmanager
-def _beating(path: AnyPath, job: SaveJob) -> Iterator[Reach]:
-    """Write heartbeats to the status file from a thread. Yields whether they get through."""
-    over, reach = threading.Event(), Reach()
+def _beating(path: AnyPath, job: SaveJob) -> Iterator[None]:
+    """Write heartbeats to the status file from a thread."""
+    over = threading.Event()
 
     def beat() -> None:
         count = 0
         while not over.wait(BEAT_SECONDS):
             count += 1
             # Writing the part fails for the same reason and reports it.
-            with contextlib.suppress(OSError, StorageError), reach.request():
+            with contextlib.suppress(OSError, StorageError):
                 write_status(path, job.rank, job.token, WriterStatus(beat=count))
 
     write_status(path, job.rank, job.token, WriterStatus(beat=0))
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
     try:
-        yield reach
+        yield
     finally:
         over.set()
         thread.join()

@@ -1,4 +1,4 @@
-"""A run on its hosts: state files of its folder, stopping, supervision, host checks; in ray_tasks/ tasks and ranks on
+"""A run on its hosts: state files of its folder, stopping, supervision; in ray_tasks/ tasks and ranks on
 Ray.
 
 Imports checkpoint/, monitor/, data/storage (paths), settings/, process/ and base/. Used by train/, experiment/,

@@ -58,8 +58,6 @@ _SPREAD_SECONDS = 3.0
 _END_SECONDS = 15.0
 # One Ctrl-C may arrive twice, from the terminal and from the launcher.
 _ONE_INTERRUPT_SECONDS = 1.0
-# The deepspeed launcher kills what is left 30 s after SIGTERM.
-_LAST_WORD_SECONDS = 27.0
 # Timeout for the other ranks when leaving with everything committed.
 _FAREWELL_SECONDS = 10.0
 # Reserve before stop_after_minutes, for the current step, MLflow and exit; plus three times the longest commit. Before
@@ -355,9 +353,6 @@ class Stop:
                 self._leave_ended(cast(Ending, how), line)
             if not self.reason and (reason := self._asked_elsewhere()):
                 self._want(reason)
-            if time.monotonic() - self._terminated > _LAST_WORD_SECONDS:
-                self._terminated = float("inf")
-                self.record_failure(f"had not left {_LAST_WORD_SECONDS:.0f} s after SIGTERM", lost_others=True)
 
     def _hear(self, number: signal.Signals) -> None:
         now = time.monotonic()

@@ -5,7 +5,6 @@ How a start ended is read from status.json, because the exit code of DeepSpeed's
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -29,7 +28,6 @@ _SCRIPTS = ("pretrain.py", "finetune.py", "launch.pretrain", "launch.finetune")
 _POLL_SECONDS, _LONGEST_PAUSE = 0.2, 600.0
 # How long ranks may outlive the launcher, whose end they notice, before they are no longer waited for.
 _REMOTE_SECONDS = 300.0
-_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
 
 def supervise(command: list[str], config: SuperviseConfig) -> None:
@@ -56,12 +54,10 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, lambda number, frame: self.signals.append(number))
         signal.signal(signal.SIGHUP, lambda number, frame: None)  # The run outlives its terminal.
-        # Orphans of the launcher become children of this process, which can wait for them.
-        ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
     def loop(self) -> int:
         """Start the run until it need not be started again. Returns the exit code."""
-        number, idle, committed, pause = 0, 0, 0, 0.0
+        number = idle = committed = 0
         while True:
             if who := holder(self.folder):  # Its ranks would count as those of this start, and be asked to stop.
                 raise UserError(f"{self.folder} is in use by {who}. Stop that one, or remove lock if its host is gone.")
@@ -82,7 +78,7 @@ class Supervisor:
             if idle > self.config.restarts:
                 self.say(f"gave up: no new checkpoint after {idle} starts (restarts = {self.config.restarts})")
                 return 1
-            pause = self.config.pause_seconds if idle < 2 else min(2 * pause, _LONGEST_PAUSE)
+            pause = min(self.config.pause_seconds * 2 ** min(idle, 10), _LONGEST_PAUSE)
             self.say(f"starting again in {pause:.0f} s")
             end = time.monotonic() + pause
             while not (is_asked := bool(self.signals) or is_stop_asked(self.folder)) and time.monotonic() < end:
@@ -90,17 +86,16 @@ class Supervisor:
             if is_asked:
                 return RESUME
 
-    def _start(self) -> int | None:
-        """Start the run, and wait for its last process. Returns the launcher's exit code."""
+    def _start(self) -> int:
+        """Start the run, and wait for its end. Returns the launcher's exit code."""
         # A session of its own: Ctrl-C reaches only this process, which asks the run to stop.
         process = subprocess.Popen(self.command, start_new_session=True)
-        ended, said = float("inf"), False
-        while (left := self._what_is_left(process)) and time.monotonic() - ended < _REMOTE_SECONDS:
+        last, is_asked = float("inf"), False
+        while process.poll() is None or (self._is_held() and time.monotonic() < last):
             if process.returncode is not None:
-                ended = min(ended, time.monotonic())
-            if self.signals and not said:
-                said = True
-                self.say(f"asking {left} to commit and stop")
+                last = min(last, time.monotonic() + _REMOTE_SECONDS)
+            if self.signals and not is_asked:
+                is_asked = True
                 with contextlib.suppress(OSError):
                     stop_file(self.folder).touch()
             if self.signals.count(signal.SIGINT) > 1:
@@ -109,16 +104,11 @@ class Supervisor:
             time.sleep(_POLL_SECONDS)
         return process.returncode
 
-    def _what_is_left(self, process: subprocess.Popen) -> str | None:
-        """Describe what is still running of a start; None if nothing is."""
-        with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] == process.pid:
-                    process.returncode = os.waitstatus_to_exitcode(ended[1])
-            return "a process on this host"
+    def _is_held(self) -> bool:
+        """Whether rank 0 lives on without its launcher, whose end it notices; or its file server fails."""
         with contextlib.suppress(OSError):
-            return holder(self.folder)
-        return "perhaps a run"  # Its file server fails.
+            return holder(self.folder) is not None
+        return True
 
     def _version(self) -> tuple[int, int] | None:
         """Changes when status.json is written."""

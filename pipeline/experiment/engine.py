@@ -1,4 +1,4 @@
-"""Does the runs of an experiment that are not done, here, as Ray tasks, or as a SLURM array, and answers its question.
+"""Does the runs of an experiment that are not done, here, as Ray tasks, or one, and answers its question.
 
 experiment.json  what its runs are, which a started experiment must not change. A folder holds one experiment.
 RUN/             run folder of each run
@@ -283,12 +283,12 @@ def run(experiment: Experiment, run_jobs: RunJobs, only_report: bool = False) ->
 
 
 def run_one(experiment: Experiment, name: str) -> None:
-    """Do one run, as a task of a SLURM array does. Those that share its first steps, or that it needs, come first."""
+    """Do one run, as a task of a SLURM array. Those that share its first steps, or that it needs, come first."""
     specs, rows = experiment.known()
     experiment.claim(specs)
     job = next((job for job in jobs_of(specs) if any(spec.name == name for spec in job)), [])
     if not job:
-        why = "waits for others: submit the script again when they have ended" if name in rows else "does not exist"
+        why = "waits for others: ask again when they have ended" if name in rows else "does not exist"
         raise UserError(f"cell = {name}: this run {why}. There are: {', '.join(rows)}.")
     try:
         run_job(Job(job[: [spec.name for spec in job].index(name) + 1], experiment.config, experiment.folder))
@@ -309,7 +309,7 @@ def on_ray(threads: int, gpus: float, num_tasks: int) -> RunJobs:
 
 def place(config: ExperimentConfig) -> RunJobs:
     """What runs the jobs of a study or a grid."""
-    if config.on == "here" or config.slurm or config.report or config.plan or config.cell:
+    if config.on == "here" or config.report or config.plan or config.cell:
         return run_here
     run_jobs = on_ray(config.threads, config.gpus, config.num_tasks)
     if config.gpus and not run_jobs.keywords["num_gpus"]:  # type: ignore[attr-defined]

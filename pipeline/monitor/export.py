@@ -89,10 +89,6 @@ class Exporter:
     def show_models(self, scores: Scores, ended: bool) -> None:
         """Show the run's checkpoints."""
 
-    def how_to_open(self) -> str:
-        """How to look at the run in a browser; "" if that is not known. Called after `connect`."""
-        return ""
-
     def explain(self, error: Exception) -> str:
         """Describes an error, such as "cannot be reached (connection refused)"."""
         return on_one_line(error)

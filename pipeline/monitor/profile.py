@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import psutil
@@ -120,7 +120,7 @@ class Meter:
 
     def restart(self) -> None:
         """Leave out what came before: the next readings begin here."""
-        self._at_record = self._at_line = self._now()
+        self._at = dict.fromkeys(("record", "line"), self._now())
 
     def step(self, images: int) -> None:
         """Count a step of `images` images over all ranks."""
@@ -138,18 +138,14 @@ class Meter:
         """Images/s over all readings for records."""
         return self.total_images / self.total_seconds if self.total_seconds else 0.0
 
-    def read(self) -> list[float]:
-        """This rank's numbers since the last record, for `rates`."""
-        before, self._at_record = self._at_record, self._now()
-        spent = self._at_record - before
-        self.total_seconds += spent[0]
-        self.total_images += int(spent[1])
+    def read(self, since: Literal["record", "line"]) -> list[float]:
+        """This rank's numbers since the last record or log line, for `rates`."""
+        now = self._now()
+        spent, self._at[since] = now - self._at[since], now
+        if since == "record":
+            self.total_seconds += spent[0]
+            self.total_images += int(spent[1])
         return [*spent.tolist(), peak_memory(self.ranks.device)]
-
-    def read_for_line(self) -> list[float]:
-        """This rank's numbers since the last log line, for `rates`."""
-        before, self._at_line = self._at_line, self._now()
-        return [*(self._at_line - before).tolist(), peak_memory(self.ranks.device)]
 
     def rates(self, read: Sequence[Sequence[float]]) -> dict[str, float]:
         """images_per_second, mfu (if the peak is known), peak_memory_gib and shares of time. read: by every rank.

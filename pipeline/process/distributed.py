@@ -25,6 +25,8 @@ T = TypeVar("T")
 # This many missing ranks are named.
 _NAMED = 8
 _CONNECT_SECONDS = 5.0
+# How long all ranks may take to start.
+START_MINUTES = 10.0
 
 
 class StopRequest(Protocol):
@@ -161,13 +163,11 @@ def from_environment() -> Ranks:
 
 
 @contextlib.contextmanager
-def all_started(
-    ranks: Ranks, minutes: float, meet: Callable[[bool], None] = lambda hosts_store: None
-) -> Iterator[None]:
+def all_started(ranks: Ranks, meet: Callable[[bool], None] = lambda hosts_store: None) -> Iterator[None]:
     """Enter the block, which initialises the process group, once all ranks have come here. Collective.
 
-    A rank that waits says for which ranks. Raises CrashError after `minutes`, and when rank 0 has ended, because the
-    ranks meet there. meet: called once they can; whether this rank is to host the store where they do.
+    A rank that waits says for which ranks. Raises CrashError after START_MINUTES, and when rank 0 has ended, because
+    the ranks meet there. meet: called once they can; whether this rank is to host the store where they do.
     """
     if ranks.world_size == 1:
         yield
@@ -181,9 +181,7 @@ def all_started(
     names = [f"{count}/{rank}" for rank in range(ranks.world_size)]
     # Torch's own store joins this one on rank 0. Torchrun's agent has one already.
     hosts_it = ranks.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    with waits.waiting(
-        f"rank 0 to start, on {address}:{port}", 60 * minutes, "engine.timeout_minutes", say=say
-    ) as wait:
+    with waits.waiting(f"rank 0 to start, on {address}:{port}", 60 * START_MINUTES, say=say) as wait:
 
         def pause() -> None:
             if wait.left <= 0:
@@ -195,7 +193,13 @@ def all_started(
         try:
             meet(hosts_it)
             store = dist.TCPStore(
-                address, port, None, hosts_it, timedelta(minutes=minutes), wait_for_workers=False, multi_tenant=True
+                address,
+                port,
+                None,
+                hosts_it,
+                timedelta(minutes=START_MINUTES),
+                wait_for_workers=False,
+                multi_tenant=True,
             )
             store.set(names[ranks.rank], "")
             store.add(count, 1)

@@ -1,17 +1,5 @@
-"""A process and its system: Ctrl-C, signals, memory. Imports little, and only the standard library.
+"""A process and its system: output, signals, memory. Imports little, and only the standard library."""
 
-Every file in `launch/` calls `guard` first, because later imports can take seconds. What is imported here comes before
-it, so ctypes and others, which take longer than all the rest, are imported where they are used. A Ctrl-C while the
-interpreter itself starts (`site`, for some hundredths of a second) still ends in its traceback: no code of ours has run
-by then.
-
-    sys.path.insert(0, ...)
-    from pipeline.process.start import guard
-
-    guard(__name__)
-"""
-
-import contextlib
 import io
 import os
 import signal
@@ -19,29 +7,17 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 from pipeline.base.errors import UserError
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-_INTERRUPTED = "stopped: to go on, run the same command again\n"
 
 
-def guard(module: str) -> None:
-    """Make any text printable, and make Ctrl-C exit with one line and code 130; `interruptible()` restores Python's
-    handling.
-
-    module: the caller's __name__; does nothing unless it is "__main__", so child processes and tests are not affected.
-    """
-    if module != "__main__":
-        return
-    # Bytes of a file name that are not UTF-8, and characters that the locale lacks, are shown as escapes, as on stderr.
+def print_any_text() -> None:
+    """Show bytes of a file name that are not UTF-8, and characters that the locale lacks, as escapes, as on stderr."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
-    # In a background job SIGINT is ignored, and stays ignored.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _leave)
 
 
 def dying_with_parent(number: int = signal.SIGKILL) -> Callable[[], None]:
@@ -76,12 +52,6 @@ def check_program(program: str, path: str | None = None) -> None:
         )
 
 
-def interruptible() -> None:
-    """Make Ctrl-C raise KeyboardInterrupt again."""
-    if signal.getsignal(signal.SIGINT) is _leave:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def rank() -> int:
     """This process's rank, from RANK."""
     return int(os.environ.get("RANK", "0"))
@@ -89,7 +59,7 @@ def rank() -> int:
 
 def say_interrupted() -> None:
     if rank() == 0:
-        print(_INTERRUPTED, end="", file=sys.stderr, flush=True)
+        print("stopped: to go on, run the same command again", file=sys.stderr, flush=True)
 
 
 def silence_broken_output() -> bool:
@@ -106,11 +76,3 @@ def silence_broken_output() -> bool:
             os.close(null)
             broken.append(number)
     return 1 in broken
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    # Exits at once, because the library being imported could catch an exception. No work has started.
-    if rank() == 0:
-        with contextlib.suppress(OSError):
-            os.write(2, _INTERRUPTED.encode())  # Not print(), which may be what was interrupted.
-    os._exit(130)

@@ -17,7 +17,7 @@ from pipeline.process.committed import checkpoints_of
 from pipeline.review.record import RunRecord
 
 # Settings that are names and places, not differences.
-PLACES = ("name", "out", "track.uri", "launch.env")
+PLACES = ("name", "out", "track.uri")
 # Columns that are tags of the run.
 _TAGS = {
     "git_branch": "mlflow.source.git.branch",

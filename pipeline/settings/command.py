@@ -17,7 +17,7 @@ from pipeline.base.words import counted
 from pipeline.process.launcher import forget_launcher
 from pipeline.process.launcher_process import end_restarts
 from pipeline.process.outputs import holding_outputs, try_outputs
-from pipeline.process.start import interruptible, rank, say_interrupted, silence_broken_output
+from pipeline.process.start import print_any_text, rank, say_interrupted, silence_broken_output
 from pipeline.process.waits import Work
 from pipeline.settings import schema
 from pipeline.settings.schema import OnChange, facts_of
@@ -131,7 +131,7 @@ def mistakes_in_one_line(by_launcher: bool = False) -> Iterator[None]:
     code 130.
     """
     try:
-        interruptible()
+        print_any_text()
         yield
     except KeyboardInterrupt:  # A run handles Ctrl-C itself: pipeline/cluster/stop.py.
         say_interrupted()

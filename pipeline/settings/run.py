@@ -32,7 +32,6 @@ from pipeline.settings.quantities import (
     Seed,
     Share,
     ShareBelow1,
-    ShellWords,
     Side,
     Threads,
 )
@@ -41,9 +40,12 @@ from pipeline.settings.schema import Distinct, Settings, refuse_without_effect, 
 if TYPE_CHECKING:
     from pipeline.architecture.pixels import Pixels
 
+    Loss = str
+else:
+    Loss = Literal[tuple(OBJECTIVES)]
+
 Precision = Literal["fp32", "bf16"]
 TrainPrecision = Literal["fp32", "bf16", "fp16"]
-Loss = Literal[tuple(OBJECTIVES)]  # type: ignore[valid-type]
 # What settings need of training crops that choose a box of the image, and of those that resize it first.
 _BOX, _RESIZE = "crop=inception,random_resized", "crop=resize_crop,resize_small_crop"
 # Augmentations that are defined for 8-bit RGB only.
@@ -232,17 +234,12 @@ class DataConfig(Settings):
 
         The first is the main one: of its predictions are figures and scores.json.
         """
-        return list(dict.fromkeys(filter(None, [self.evaluated_split, *self.also_evaluated])))
+        return list(dict.fromkeys(filter(None, [self.evaluated_split, *_named(self.eval_also)])))
 
     @property
     def evaluated_split(self) -> str:
-        """The split that is evaluated of data.path, "" for none; those of data.eval_also are others."""
+        """The main split that is evaluated, "" for none."""
         return "dev" if self.dev_share else self.eval_split
-
-    @property
-    def also_evaluated(self) -> list[str]:
-        """Splits of data.eval_also."""
-        return _named(self.eval_also)
 
     @property
     def target_names(self) -> list[str]:
@@ -499,8 +496,6 @@ class EngineConfig(Settings):
     """
     peak_tflops: NonNegativeFloat = setting(0.0, on_change="nothing")
     """Peak TFLOP/s of a device, for MFU; 0 looks it up on the data sheet."""
-    timeout_minutes: float = minutes(10.0, min=None, above=0)
-    """Timeout of a collective call, after which the run fails."""
 
 
 class EvaluateConfig(Settings):
@@ -640,7 +635,7 @@ class HealthConfig(Settings):
     hang_minutes: float = minutes(5.0)
     """Minutes without progress after which the run reports the rank, host and line of code that it waits for, and ends;
     0 is never. Waits that may last do not count: of any rank for a bucket (data.retry_minutes) and for a checkpoint
-    (checkpoint.wait_minutes). Must be below engine.timeout_minutes.
+    (checkpoint.wait_minutes).
     """
     straggler_ratio: NonNegativeFloat = setting(1.5, on_change="nothing")
     """Report a rank whose data loading and forward passes take this many times as long as the median rank's; 0 is
@@ -689,13 +684,6 @@ class TrackConfig(Settings):
     """ID of the MLflow run below which this one is shown, as launch/finetune_grid.py sets it; empty: none."""
 
 
-class LaunchConfig(Settings):
-    env: ShellWords = "NCCL_* GLOO_* AWS_* GOOGLE_* MLFLOW_* OMP_NUM_THREADS DS_ACCELERATOR TORCH_EXTENSIONS_DIR"
-    """Environment variables that are passed to every host (launch/hosts.py): names, where * stands for any text, or
-    NAME=value. Put secrets into the environment, because settings are displayed.
-    """
-
-
 class RunConfig(Settings):
     """A run: pre-training, or fine-tuning when init.weights is set."""
 
@@ -724,7 +712,6 @@ class RunConfig(Settings):
     health: HealthConfig = setting(HealthConfig)
     init: InitConfig = setting(InitConfig, on_change="run")
     track: TrackConfig = setting(TrackConfig, on_change="nothing")
-    launch: LaunchConfig = setting(LaunchConfig, on_change="nothing")
 
     @property
     def evaluators(self) -> dict[str, RunProbeConfig]:
@@ -861,11 +848,6 @@ class RunConfig(Settings):
                     f"probe.every = {self.probe.every} with probe.shots=0, probe.neighbours=0 and"
                     " probe.rankme_images=0: set one of them."
                 )
-        if self.health.hang_minutes >= self.engine.timeout_minutes:
-            raise UserError(
-                f"health.hang_minutes = {self.health.hang_minutes} must be below engine.timeout_minutes = "
-                f"{self.engine.timeout_minutes}, after which waiting ranks end without reporting what they wait for."
-            )
 
     def _check_engine(self) -> None:
         engine, freeze = self.engine, self.train.freeze

@@ -1,21 +1,18 @@
 """A run in training: what it consists of, and what the loop does beside the step: loss spikes, logging, saving."""
 
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from pipeline import model as models
 from pipeline.base.errors import DivergedError, UserError
 from pipeline.base.metric import Metric
-from pipeline.base.progress import duration
 from pipeline.base.trained_on import TRAINED_ON, TrainedSet
-from pipeline.base.words import counted, si, significant
+from pipeline.base.words import counted
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import (
@@ -37,10 +34,7 @@ from pipeline.data.storage.retry import Retry
 from pipeline.model import Model
 from pipeline.monitor.health import Reports, SlowRanks, SpikePolicy
 from pipeline.monitor.profile import Meter
-from pipeline.monitor.run_page import (
-    RunFacts,
-    WeightsOrigin,
-)
+from pipeline.monitor.run_page import WeightsOrigin
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
 from pipeline.process import waits
@@ -49,7 +43,6 @@ from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
 from pipeline.train.drawing import DrawingProcess
 from pipeline.train.loop import Feed
-from pipeline.train.shown_facts import last_scores
 from pipeline.train.start import Prepared
 
 if TYPE_CHECKING:  # DeepSpeed is imported late: it takes seconds.
@@ -181,8 +174,6 @@ class TrainingRun(StartingPoint):
         self.meter.step(self.plan.global_batch)
         self.console.advance()
         self.saver.check_writer()
-        if self.progress.step == self.progress.start + 1:  # The optimizer has its states now.
-            self.saver.reserve(self.engine.part())
 
     def rolled_back_after_spikes_on_all_ranks(self) -> bool:
         """Report loss spikes since the last call and apply health.on_spike. Returns whether the run was rolled back.
@@ -255,8 +246,8 @@ class TrainingRun(StartingPoint):
             "losses": [float(loss), *map(float, values.values())],
             "counts": counts.numbers(),
             "saves": saver.numbers(),
-            "line": meter.read_for_line() if line else [],
-            "record": meter.read() if record else [],
+            "line": meter.read("line") if line else [],
+            "record": meter.read("record") if record else [],
         }
         numbers = ranks.gather_numbers(own)  # The only collective call, unless one has news.
         counts.gather_on_all_ranks(numbers["counts"])
@@ -341,8 +332,6 @@ class TrainingRun(StartingPoint):
         trained_on = [asdict(one) for one in self.trained_on]
         state = {
             "step": progress.step,
-            "samples_seen": progress.step * config.train.global_batch,
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "engine": asdict(engine.counters()),
             "model": model.to_dict(),
             "identity": self.identity | {RUN_FOLDER: str(Path(config.out, config.name).resolve())},
@@ -382,8 +371,7 @@ class TrainingRun(StartingPoint):
         self.saver.close()
         if self.drawing:
             is_new = self.progress.step > self.progress.start or bool(self.head_metrics)
-            if again := self.drawing.end(last=is_finished and is_new):
-                self.console.say(f"the last figures are not drawn within {self.drawing.timeout:.0f} s. Later: {again}")
+            self.drawing.end(last=is_finished and is_new)
         waits.say_with(None)  # The console was this run's.
 
     def show_end(self, how: Ending, reason: str) -> None:
@@ -396,41 +384,4 @@ class TrainingRun(StartingPoint):
             status, outcome = "FINISHED", how
         elif how == "stopped":
             status, outcome = "KILLED", f"stopped by {reason} at step {step:,}; the same command resumes it"
-        told = self._result(tracker.facts, status, outcome)
-        tracker.finish(status, how != "finished", outcome, told, self.collapses.first)
-
-    def _result(self, facts: RunFacts, status: str, outcome: str) -> str:
-        """Markdown for the end of the description: what was measured, and what a reviewer should know of it."""
-        plan, step, meter, bad = self.plan, self.progress.step, self.meter, self.counts.unreadable
-        table = [
-            "| | planned | done |",
-            "|---|---|---|",
-            f"| steps | {plan.steps:,} | {step:,} |",
-            f"| images | {plan.steps * plan.global_batch:,} | {step * plan.global_batch:,} |",
-            "| arithmetic | {} | {} |".format(
-                *(si(1e18 * facts.axes(n).get("exaflops", 0.0), "FLOP") for n in (plan.steps, step))
-            ),
-        ]
-        # A rank that failed cannot ask the others: it knows of its own images, and what they counted at the last log
-        # line.
-        until = ""
-        if status == "FAILED":
-            bad, until = bad | self.feed.loader.bad, ", up to the last log line"
-        counts = {
-            "steps skipped": self.engine.skipped_steps,
-            "loss spikes": self.spikes.num_spikes,
-            "rollbacks": len(self.progress.skipped_batches),
-            "unreadable images": len(bad),
-            "storage retries": self.counts.storage_retries,
-        }
-        warnings = [f"{count:,} {what}" for what, count in counts.items() if count]
-        warnings += [self.collapses.first.rstrip(".")] * bool(self.collapses.first)
-        warned = f"Warnings: {', '.join(warnings)}" if warnings else "No step was skipped, no image unreadable"
-        found = "; ".join([outcome, *last_scores(self.folder, facts)])
-        lines = [f"**Result**, with 95 % intervals: {found}. {warned}{until}.", "\n".join(table)]
-        if meter.total_seconds:
-            lines.append(
-                f"{significant(meter.average)} images/s over {duration(meter.total_seconds)} of training since the last"
-                " start."
-            )
-        return "\n\n".join(lines)
+        tracker.finish(status, how != "finished", outcome, collapse=self.collapses.first)

@@ -6,10 +6,8 @@ that starts the run: reports use the same figures, and their rooms are above thi
 """
 
 import contextlib
-import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -30,43 +28,33 @@ _MAX_IMAGES = 50_000
 class DrawingProcess:
     """The drawing process of a run, `python -m MODULE RUN_FOLDER`, at the end with --final.
 
-    every: seconds between drawings during the run. timeout: seconds that the end of a run waits for the last one.
+    timeout: seconds that the end of a run waits for the last one.
     """
 
-    def __init__(self, folder: Path, module: str, every: float = 60.0, timeout: float = 60.0) -> None:
-        self.folder, self.every, self.timeout = folder.resolve(), every, timeout
+    def __init__(self, folder: Path, module: str, timeout: float = 60.0) -> None:
+        self.folder, self.timeout = folder.resolve(), timeout
         # -P: of this code, whatever the working folder holds; paths in the settings are relative to that folder.
         self.command = (sys.executable, "-P", "-m", module, str(self.folder))
         self._process: subprocess.Popen[bytes] | None = None
-        self._begun = -float("inf")
 
     def begin(self, predictions: Predictions | TargetPredictions | None, split: Split | None) -> None:
-        """Keep the predictions of an evaluation, and draw, unless a drawing is in progress or was just begun."""
+        """Keep the predictions of an evaluation, and draw, unless a drawing is in progress."""
         with contextlib.suppress(OSError):  # A full disk, which the next checkpoint reports.
             if predictions is not None and split is not None:
                 self._keep(predictions, split)
-            is_drawing = self._process is not None and self._process.poll() is None
-            if time.monotonic() - self._begun >= self.every and not is_drawing:
+            if self._process is None or self._process.poll() is not None:
                 self._process = self._start(("nice", "-n", "19", *self.command))
 
-    def end(self, last: bool) -> str:
-        """End a drawing in progress. last: draw once more, with the figures that need the weights. Returns the command
-        that does so if there was not enough time.
-        """
+    def end(self, last: bool) -> None:
+        """End a drawing in progress. last: draw once more, with the figures that need the weights."""
         self._kill()
-        if not last:
-            return ""
-        with contextlib.suppress(OSError):
+        if last:
             # At the priority of the run, which waits for it: at a lower one, other programs of the host would hold up
             # its end.
-            self._process = self._start((*self.command, "--final"))
-            with waiting("the last figures to be drawn", self.timeout) as wait:
-                while self._process.poll() is None and wait.left > 0:
-                    time.sleep(0.05)
-            if self._process.poll() is None:
-                self._kill()
-                return shlex.join(["python", *self.command[2:], "--final"])
-        return ""
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired), waiting("the last figures", self.timeout):
+                self._process = self._start((*self.command, "--final"))
+                self._process.wait(self.timeout)
+            self._kill()
 
     def _keep(self, predictions: Predictions | TargetPredictions, split: Split) -> None:
         num = min(len(split), _MAX_IMAGES)
@@ -85,13 +73,10 @@ class DrawingProcess:
             np.savez_compressed(file, allow_pickle=False, **{name: array[:num] for name, array in arrays.items()})
 
     def _start(self, command: tuple[str, ...]) -> subprocess.Popen[bytes]:
-        self._begun = time.monotonic()
-        environment = {
-            name: value for name, value in child_environment().items() if name not in VARIABLES
-        }  # It is not a rank.
+        # It is not a rank.
+        environment = {name: value for name, value in child_environment().items() if name not in VARIABLES}
         with open(self.folder / PAGE / LOG, "ab") as log:
-            quiet = subprocess.DEVNULL
-            return subprocess.Popen(command, env=environment, stdin=quiet, stdout=log, stderr=log)
+            return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def _kill(self) -> None:
         if self._process is not None:

@@ -3,12 +3,6 @@
 Shapes: n images, D features, K classes.
 """
 
-import hashlib
-import shutil
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,19 +10,14 @@ from torch import Tensor
 from pipeline import objectives
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.loading.loader import Batch, normalise
 from pipeline.data.loading.views import Views
-from pipeline.data.storage.atomic import replacing
-from pipeline.evaluate.classify import Features, each_sample, label_table
+from pipeline.evaluate.classify import each_sample, label_table
 from pipeline.evaluate.probes import linear_head
 from pipeline.evaluate.probes.linear_head import LinearHead
 from pipeline.evaluate.probes.out_of_fold import divide
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.train.bookkeeping import StartingPoint, TrainingRun
-
-# Images whose features are a file of the run folder, from which a killed run goes on.
-_PART = 2048
 
 
 def fit_head_on_all_ranks(start: StartingPoint) -> dict[str, float]:
@@ -42,18 +31,18 @@ def fit_head_on_all_ranks(start: StartingPoint) -> dict[str, float]:
     labels = label_table(split)
     is_known = (labels >= 0).any(1) if targets is None else np.isfinite(targets).any(1)
     model.eval().to(ranks.device)
-    seen = _features_on_all_ranks(start)
+    features, readable = _features_on_all_ranks(start)
 
     def fit() -> tuple[LinearHead, dict[str, float]]:
-        usable = seen.readable & np.isfinite(seen.values).all((1, 2)) & is_known
+        usable = readable & np.isfinite(features).all((1, 2)) & is_known
         if usable.sum() < 2 * linear_head.FOLDS:
             what = "a class" if targets is None else "a number"
             raise UserError(
                 f"init.fit_head needs {2 * linear_head.FOLDS} readable training images with {what}, and {split.name!r}"
                 f" of {config.data.path} has {usable.sum()}. Leave it out."
             )
-        num_views = seen.values.shape[1]
-        values = torch.from_numpy(seen.values[usable].reshape(-1, seen.values.shape[2])).to(ranks.device)
+        num_views = features.shape[1]
+        values = torch.from_numpy(features[usable].reshape(-1, features.shape[2])).to(ranks.device)
         known = (labels if targets is None else targets)[usable].repeat(num_views, axis=0)
         classes = labels[usable, 0] if targets is None else np.zeros(usable.sum(), np.int64)
         parts = divide(classes, linear_head.FOLDS, None if split.groups is None else split.groups[usable])
@@ -93,23 +82,11 @@ def save_fitted_head_on_all_ranks(run: TrainingRun) -> None:
         run.tracker.log(0, run.head_metrics)
     run.save_on_all_ranks()
     run.saver.wait()
-    if run.ranks.is_main:
-        shutil.rmtree(_folder(run), ignore_errors=True)
 
 
-def _folder(start: StartingPoint) -> Path:
-    """Folder of the files from which a run goes on that was killed before it had a head."""
-    return start.folder / "head_features"
-
-
-def _features_on_all_ranks(start: StartingPoint) -> Features:
-    """Features of all training images, float32 (n, V, D) of V views; those of an earlier start with the same settings
-    are not computed again.
-    """
+def _features_on_all_ranks(start: StartingPoint) -> tuple[np.ndarray, np.ndarray]:
+    """Features of all training images, float32 (n, V, D) of V views, and which images are readable."""
     config, split, ranks, model = start.config, start.data.split.parts[0], start.ranks, start.model
-    assert start.origin is not None
-    same = repr(sorted(start.identity.items())) + start.origin.sha256
-    folder = _folder(start) / hashlib.sha256(same.encode()).hexdigest()[:16]
     count = config.init.fit_views
     start.console.say(f"init.fit_head: features of {counted(count, 'view')} of each training image")
 
@@ -117,36 +94,7 @@ def _features_on_all_ranks(start: StartingPoint) -> Features:
         views = (normalise(view, ranks.device, torch.float32, model.config.pixels) for view in batch.views[0])
         return [torch.stack([model.features(view) for view in views], 1).float()]
 
-    parts, problems = [], dict[int, str]()
     views = () if count == 1 else (Views(count, config.model.image_size, config.augment),)
     reader = SplitReader.of_run(config, split, ranks, model.config.pixels, views=views)
-    of_part = replace(reader, budget=BadBudget(1.0))  # What may be unreadable is a share of all images.
-    for first in range(0, len(split), _PART):
-        rows = np.arange(first, min(first + _PART, len(split)))
-        file = folder / f"{first}.npz"
-        seen = ranks.on_main(partial(_read, file))
-        if seen is None:
-            (computed,), is_readable, of_rows = each_sample(features, of_part, rows)
-            seen = Features(computed, is_readable, of_rows)
-            if ranks.is_main:
-                _write(file, seen)
-        problems = reader.problems_of_all([problems, seen.problems], len(split))
-        parts.append(seen)
-        start.console.say(f"features of {int(rows[-1]) + 1:,} of {len(split):,} images")
-    values, readable = (np.concatenate([getattr(part, of) for part in parts]) for of in ("values", "readable"))
-    return Features(values, readable, problems)
-
-
-def _read(file: Path) -> Features | None:
-    if not file.exists():
-        return None
-    with np.load(file) as saved:
-        problems = dict(zip(saved["rows"].tolist(), saved["reasons"].tolist(), strict=True))
-        return Features(saved["values"], saved["readable"], problems)
-
-
-def _write(file: Path, seen: Features) -> None:
-    rows, reasons = np.array([*seen.problems], np.int64), np.array([*seen.problems.values()], str)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(file) as out:
-        np.savez(out, values=seen.values, readable=seen.readable, rows=rows, reasons=reasons)
+    (values,), readable, _ = each_sample(features, reader, np.arange(len(split)))
+    return values, readable

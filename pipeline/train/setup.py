@@ -1,7 +1,9 @@
 """Sets a run up: settings, data, weights and checkpoints become a `TrainingRun`."""
 
 import contextlib
+import hashlib
 import json
+import platform
 import socket
 import time
 import traceback
@@ -68,7 +70,7 @@ from pipeline.objectives.parameters.optimizers import peak_rate
 from pipeline.process import waits
 from pipeline.process.committed import checkpoints_of
 from pipeline.process.console import Console
-from pipeline.process.distributed import Ranks, from_environment, use_exact_arithmetic
+from pipeline.process.distributed import START_MINUTES, Ranks, from_environment, use_exact_arithmetic
 from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
@@ -135,10 +137,11 @@ def _find_start_on_all_ranks(stop: Stop, prepared: Prepared) -> StartingPoint:
     data_lines = data.notes() if ranks.is_main else []  # Others say nothing.
     for line in plan.notes(config) + objectives.without_effect(config) + data_lines:
         console.say(line)
-    start_ranks(ranks, config.engine.timeout_minutes, _longest_wait_minutes(config), stop.meet)
+    start_ranks(ranks, _collective_minutes(config), stop.meet)
     ranks.agree(in_use)
     stop.connect(ranks)
-    ranks.on_all(partial(refuse_other_facts, identity, ranks.agree(identity)))
+    same = identity | versions()
+    ranks.on_all(partial(refuse_other_facts, same, ranks.agree(same)))
     check_tars_on_all_ranks(ranks, data.split.storage.unchecked or [])
 
     gpu_memory = device_memory(ranks.device)
@@ -182,9 +185,9 @@ def _find_start_on_all_ranks(stop: Stop, prepared: Prepared) -> StartingPoint:
     )
 
 
-def _longest_wait_minutes(config: RunConfig) -> float:
-    """Longest wait of a rank outside a collective call that the others are in."""
-    return max(config.data.retry_minutes, config.commit_minutes)
+def _collective_minutes(config: RunConfig) -> float:
+    """Timeout of a collective call: the watchdog speaks first, also while one rank is in a wait that may last."""
+    return START_MINUTES + config.health.hang_minutes + max(config.data.retry_minutes, config.commit_minutes)
 
 
 def identity_of(config: RunConfig, plan: Plan, data: RunData) -> Identity:
@@ -205,8 +208,19 @@ def identity_of(config: RunConfig, plan: Plan, data: RunData) -> Identity:
     }
 
 
+def versions() -> Identity:
+    """What is the same on every rank beside settings and data: Python, packages, and this code, also without git."""
+    from pipeline.train.zero.internals import deepspeed
+
+    code = hashlib.sha256()
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+        code.update(file.read_bytes())
+    packages = {"torch": torch.__version__, "deepspeed": deepspeed.__version__}
+    return {"python": platform.python_version(), **packages, "this code": code.hexdigest()[:12]}
+
+
 def refuse_other_facts(mine: Identity, of_rank_0: Identity) -> None:
-    """Raise UserError if this rank's settings or data differ from rank 0's: its batches would not match."""
+    """Raise UserError if this rank's settings, data or versions differ from rank 0's: its batches would not match."""
     keys = [key for key in {**of_rank_0, **mine} if mine.get(key) != of_rank_0.get(key)]
     values = [(key, schema.in_words(mine.get(key)), schema.in_words(of_rank_0.get(key))) for key in keys]
     other = [f"{key} is {here} here, {there} on rank 0" for key, here, there in values]
@@ -389,7 +403,7 @@ def _build_training_on_all_ranks(
     optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused)
     with room("training", lambda: what_takes_less(config, plan, start.model.config)):
         engine = Engine(objective, optimizer, config.engine, config.optimizer, plan, ranks, config.seed, clock)
-        limit_collectives(config.engine.timeout_minutes + _longest_wait_minutes(config))
+        limit_collectives(_collective_minutes(config))
         dry_run_on_all_ranks(engine, start)
     if start.resumed is not None:
         engine.load(ShardedTensors.open(start.resumed), start.state.engine)

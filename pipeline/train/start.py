@@ -88,8 +88,6 @@ def _train(stop: Stop, prepared: Prepared) -> None:
         return
     speed = f"{significant(run.meter.average)} images/s over {duration(run.meter.total_seconds)} of training, in "
     console.say(f"finished: {speed if prepared.plan.steps else ''}{run.folder}")
-    for way in run.tracker.how_to_open() if run.tracker else []:
-        console.say(f"in a browser: {way}")
 
 
 def _train_until_stopped(run: "TrainingRun") -> str:

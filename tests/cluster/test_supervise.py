@@ -27,16 +27,21 @@ if act.get("deaf"):
 (run / "commands").open("a").write(json.dumps(sys.argv[1:]) + "\\n")
 if "left" in act:
     subprocess.Popen([sys.executable, "-c", act["left"], str(run)])
+    while not (run / "lock").exists():
+        time.sleep(0.02)
 while act.get("deaf") or act.get("until_stop") and not (run / "stop").exists():
     time.sleep(0.02)
 if "status" in act:
     (run / "status.json").write_text(json.dumps(act["status"]))
 sys.exit(act["code"])
 """
-# Lives on without the launcher until it notices that, as ranks do.
+# Lives on without the launcher until it notices that, as rank 0 does.
 _ORPHAN = """
 import json, sys, time
 from pathlib import Path
+from pipeline.cluster.status_files import RunFolder
+run = RunFolder(Path(sys.argv[1]), 0)
+run.lock()
 time.sleep(1)
 said = {"status": "stopped", "step": 9, "code": 75, "reason": "the end of its launcher"}
 (Path(sys.argv[1]) / "status.json").write_text(json.dumps(said))

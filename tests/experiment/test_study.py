@@ -18,7 +18,7 @@ from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.experiment import study as studies
 from pipeline.experiment.engine import jobs_of, run_one
-from pipeline.experiment.plan import hours_of, write_script
+from pipeline.experiment.plan import hours_of
 from pipeline.experiment.spec import make_spec
 from pipeline.experiment.study import Study, compute_of_runs, pretraining_compute
 from pipeline.model import create, save
@@ -255,28 +255,6 @@ def test_a_started_study_reads_the_same_images_and_weights(dataset: Path, tmp_pa
     was = rf"data:train \(training\) was {data.fingerprint} without none, is {data.fingerprint} without 1 samples"
     with pytest.raises(UserError, match=f"a0 holds another experiment: {was}"):
         claim(Study(sizes))
-
-
-def test_a_slurm_script_has_a_task_for_each_job(
-    base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import subprocess
-
-    monkeypatch.setattr("sys.argv", ["launch/study.py", "--config", "a b.yaml", "slurm=s.sh", "gpus=8"])
-    file = base.with_name("s.sh")
-    studies.run(make(base, SIZES, f"slurm={file}", "gpus=8", "tflops=1e-9", "threads=4"))
-    assert "8 array tasks" in capsys.readouterr().out
-    text = file.read_text()
-    assert subprocess.run(["bash", "-n", str(file)]).returncode == 0
-    assert file.stat().st_mode & 0o777 == 0o600, "it repeats the command, which may hold a password"
-    for line in ("#SBATCH --array=0-7\n", "--gpus-per-node=8\n", "--cpus-per-task=32\n", "gpus=8 slurm= report=true\n"):
-        assert line in text, line
-    listed = text.partition("JOBS=(\n")[2].partition(")")[0].split()
-    assert sorted(listed) == sorted(names(Study(make(base, SIZES))))
-    # A task must not write the script again, which it refuses beside cell=.
-    monkeypatch.setattr("sys.argv", ["launch/study.py", "--config", "with_slurm.yaml"])
-    write_script(Study(make(base, SIZES)), {}, str(file))
-    assert '--config with_slurm.yaml slurm= cell="${' in file.read_text()
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def waits_in_steps(stages: list[int]) -> None:
     from pipeline.train.zero.engine import start_ranks
 
     ranks = from_environment()
-    start_ranks(ranks, timeout_minutes=5)
+    start_ranks(ranks)
     for stage in stages:
         given = [*TINY, f"engine.zero_stage={stage}", "engine.precision=fp32"]
         engine, plan = make_engine(schema.load(RunConfig, None, given), 4, ranks, fused=HAS_GPU)

@@ -7,7 +7,6 @@ parameter.
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -101,24 +100,3 @@ def train_skipping(argument: dict[str, Any]) -> None:
     """In a rank: trains runs whose step `skipped` is skipped."""
     Distillation.skipped = argument["skipped"]
     train_planted(argument["runs"])
-
-
-def train_killed_in_features(argument: dict[str, Any]) -> None:
-    """In a rank: trains runs whose features are in parts of 32 images. argument: runs; read: a file that gets the first
-    row of each part that is computed; kill_after: how many such parts, 0 for none.
-    """
-    from forked import train
-
-    from pipeline.train import fitted_head
-
-    fitted_head._PART, write, read = 32, fitted_head._write, Path(argument["read"])
-
-    def write_and_die(file: Path, seen: Any) -> None:
-        write(file, seen)
-        with read.open("a") as out:
-            out.write(f"{file.stem}\n")
-        if len(read.read_text().split()) == argument["kill_after"]:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    fitted_head._write = write_and_die
-    train(argument["runs"])

@@ -80,7 +80,7 @@ def main(cases: list[list[Any]]) -> None:
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed asks a CPU whether it is fast at it; any is able to.
     torch.set_num_threads(1)
     ranks = from_environment()
-    start_ranks(ranks, timeout_minutes=5)
+    start_ranks(ranks)
     found = [measure(*case, ranks) for case in cases]
     if ranks.is_main:
         print("found", json.dumps(found))

@@ -45,7 +45,7 @@ def pipeline_step(given: argparse.Namespace, ranks: Ranks, batch: Batch) -> Call
         result = training_step(engine, [batch], number, _LR)
         meter.step(given.batch)
         if number % given.steps == 0:
-            meter.read()
+            meter.read("record")
             return ranks.sum(float(result.loss))[0] / ranks.world_size
         return 0.0
 
@@ -86,7 +86,7 @@ def main() -> None:
         parser.add_argument(name, type=int, default=default)
     given = parser.parse_args()
     ranks = from_environment()
-    start_ranks(ranks, timeout_minutes=10)
+    start_ranks(ranks)
     batch = noise_views([(1, given.pixels, given.pixels)], given.batch)
     steps = [make(given, ranks, batch) for make in (pipeline_step, bare_step)]
     print("loss of the first step: pipeline {:.5f}, bare PyTorch {:.5f}".format(*(step(0) for step in steps)))

@@ -12,7 +12,7 @@ from servers import MlflowServer
 
 from pipeline.base.metric import Metric
 from pipeline.monitor.export import ExportTiming
-from pipeline.monitor.mlflow.connection import how_to_open
+from pipeline.monitor.mlflow.view import VIEW_KEY
 from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings.run import TrackConfig
@@ -56,7 +56,8 @@ def test_the_pages_show_what_the_project_wrote_and_ask_nobody_else(database: Pat
         add_run(out, replace(FACTS, name="photos-b16"), 0.8766)
         server = MlflowServer(tmp_path, default_uri(out))
         with servers.running(server.start()):
-            browser.open(how_to_open(server.url, "1"), "photos-s16", "photos-b16")
+            page = f"{server.url}/#/experiments/1/runs?workflowType=machine_learning&viewStateShareKey={VIEW_KEY}"
+            browser.open(page, "photos-s16", "photos-b16")
             browser.reads("kind", "score", "outcome", "model", "parent", "progress")  # The columns.
             browser.reads("pretrain", "ViT-S/16", "71.00 % top-1 photos:val", "87.66 % top-1 photos:val")
             browser.page.locator("a[href*='/runs/']", has_text="photos-b16").click()

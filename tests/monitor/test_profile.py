@@ -31,8 +31,8 @@ def test_rates(clock: list[float]) -> None:
         with parts.host("checkpoint"):
             clock[0] += 2
         clock[0] += 1  # an evaluation
-    own = meter.read_for_line()
-    line, reading = meter.rates([own]), meter.rates([meter.read()])
+    own = meter.read("line")
+    line, reading = meter.rates([own]), meter.rates([meter.read("record")])
     assert line["images_per_second"] == reading["images_per_second"]
     assert reading["images_per_second"] == pytest.approx(250)
     assert reading["mfu"] == pytest.approx(250 * 2e9 / 1e12)
@@ -47,10 +47,10 @@ def test_rates(clock: list[float]) -> None:
     # What was read is forgotten, for records and for lines; the average is over all records.
     meter.step(100)
     clock[0] += 2
-    assert meter.rates([meter.read()])["images_per_second"] == pytest.approx(50)
+    assert meter.rates([meter.read("record")])["images_per_second"] == pytest.approx(50)
     meter.step(300)
     clock[0] += 2
-    assert meter.rates([meter.read_for_line()])["images_per_second"] == pytest.approx(100)
+    assert meter.rates([meter.read("line")])["images_per_second"] == pytest.approx(100)
     assert meter.average == pytest.approx(600 / 4)
 
 
@@ -76,7 +76,7 @@ def test_a_cpu_has_no_utilisation(clock: list[float]) -> None:
     meter = Meter(Ranks(0, 0, 1, CPU), StepClock(CPU), flops_per_image=1e9, peak=peak)
     meter.step(400)
     clock[0] += 1
-    reading = meter.rates([meter.read()])
+    reading = meter.rates([meter.read("record")])
     assert reading["images_per_second"] == pytest.approx(400)
     assert "mfu" not in reading
 

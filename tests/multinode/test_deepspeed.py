@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 from cluster import CPU_RANKS, Site, wait_for
 from hosts import Host
 from polling import until
@@ -27,35 +26,6 @@ SLOTS = {"node1": 1, "node2": 1, "node3": 1}
 
 def write_hostfile(site: Site, slots: dict[str, int]) -> None:
     (site.folder / "hosts").write_text("".join(f"{host} slots={count}\n" for host, count in slots.items()))
-
-
-def test_hosts_are_asked_before_the_start(site: Site, dataset: Path, tmp_path: Path) -> None:
-    """All fit; then one that lacks the data, and one that is not there."""
-    data, out = site.folder.parent / "elsewhere/data", site.folder.parent / "runs"
-    shutil.copytree(dataset, data)
-    tree: dict[str, Any] = {}
-    for word in settings(data, out, "asked", r"launch.env=DS_* GREETING=good\ day%"):
-        name, _, value = word.partition("=")
-        section, _, field = name.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[field] = value if field == "env" else yaml.safe_load(value)
-    (site.folder / "run.yaml").write_text(yaml.safe_dump(tree))
-    write_hostfile(site, SLOTS)
-    ask = (sys.executable, "launch/hosts.py", "hostfile=hosts", "run=run.yaml")
-    code, said = site.run(*ask)
-    assert code == 0, said
-    assert "3 hosts, 3 slots: alike and fit" in said
-    assert (site.folder / ".deepspeed_env").read_text() == "DS_ACCELERATOR=cpu\nGREETING='good day%%'\n"
-    assert (site.folder / ".deepspeed_env").stat().st_mode & 0o777 == 0o600
-
-    site.nodes[1].run("mount", "-t", "tmpfs", "tmpfs", data.parent)
-    write_hostfile(site, {"node1": 1, "node2": 2, "node9": 1})
-    code, said = site.run(*ask)
-    assert code == 2
-    assert f"unfit: node2: {data} is missing" in said
-    assert "unfit: node9: " in said
-    assert "error: 2 problems on 3 hosts" in said
-    assert "Traceback" not in said
-    site.nodes[1].run("umount", data.parent)
 
 
 def start_run(

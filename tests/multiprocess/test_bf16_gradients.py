@@ -30,7 +30,7 @@ def print_errors(nothing: Any) -> None:
 
     get_accelerator().is_fp16_supported = lambda: True
     ranks = from_environment()
-    start_ranks(ranks, timeout_minutes=5)
+    start_ranks(ranks)
     found = []
     for stage, precision, count in REDUCED:
         given = [f"engine.zero_stage={stage}", f"engine.precision={precision}", f"train.global_batch={6 * count}"]

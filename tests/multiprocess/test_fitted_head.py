@@ -1,7 +1,6 @@
 """A head that is fitted before the first step: the same on two ranks, after a kill, and as step 0 of a longer run."""
 
 import json
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +53,6 @@ def test_a_head_alone_is_a_finished_run(runs: Path) -> None:
     found, start = models.load(run).state_dict(), models.load(runs / "start.pt").state_dict()
     changed = {name for name, value in start.items() if not np.array_equal(value, found[name])}
     assert changed == {"head.weight", "head.bias"}
-    assert not (run / "head_features").exists()
 
 
 def test_the_number_of_ranks_does_not_matter(runs: Path) -> None:
@@ -78,21 +76,3 @@ def test_a_head_of_numbers_is_fitted_in_their_units_and_trained_on(runs: Path) -
     assert metrics(run, "val_r2")[0] == pytest.approx(fitted, abs=0.1)
     assert metrics(run)[1] < 0.1 < 0.5, "the first step has the loss of the fitted head, and not that of the mean"
     assert models.load(run).extra["targets"] == ["red", "blue"]
-
-
-def test_a_killed_run_goes_on_with_the_features_that_it_has(
-    forge: Forge, dataset: Path, runs: Path, tmp_path: Path
-) -> None:
-    def start(name: str, kill_after: int = 0) -> list[int]:
-        arguments = given(dataset, tmp_path, name, runs / "start.pt", "train.length=0 steps")
-        work = {"kill_after": kill_after, "read": str(tmp_path / f"{name}-{kill_after}"), "runs": [arguments]}
-        return forge.start_work(1, "distillation:train_killed_in_features", work).wait()
-
-    assert start("whole") == [0]
-    assert start("killed", kill_after=2) == [-signal.SIGKILL]
-    assert start("killed") == [0]
-    read = {name: (tmp_path / name).read_text().split() for name in ("whole-0", "killed-2", "killed-0")}
-    assert len(read["whole-0"]) == 5, "150 images in parts of 32"
-    assert read["killed-2"] + read["killed-0"] == read["whole-0"]
-    expected, found = (tensors(tmp_path / name, 0, "weights") for name in ("whole", "killed"))
-    assert all(np.array_equal(array, found[name]) for name, array in expected.items())

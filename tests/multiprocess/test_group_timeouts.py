@@ -11,7 +11,7 @@ def show_limits(minutes: float) -> None:
     """In a rank: prints the timeouts of the world's group, and of the one that ZeRO reduces gradients in."""
     from deepspeed.utils import groups
 
-    start_ranks(from_environment(), timeout_minutes=10)
+    start_ranks(from_environment())
     found = [torch.distributed.group.WORLD, groups._get_data_parallel_group()]
     limit_collectives(minutes)
     print("limits", [str(group._get_backend(torch.device("cpu")).options._timeout) for group in found], flush=True)

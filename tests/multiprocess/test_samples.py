@@ -143,6 +143,14 @@ def test_ranks_that_see_other_lists_are_stopped() -> None:
         setup.refuse_other_facts({**facts, "excluded": "1 samples (ab)", "left_out.train.a": 1}, facts)
 
 
+def test_a_host_with_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = setup.versions()
+    setup.refuse_other_facts(setup.versions(), there)
+    monkeypatch.setattr(torch, "__version__", "0.1")
+    with pytest.raises(UserError, match=r"^differs from rank 0: torch is 0\.1 here, .* on rank 0\. Give"):
+        setup.refuse_other_facts(setup.versions(), there)
+
+
 def test_a_step_names_what_each_rank_read(run: Path, overrides: list[str], data: Dataset, tmp_path: Path) -> None:
     config, split = schema.load(RunConfig, None, overrides), data.split("train")
     order = SampleOrder(split.shard_sizes, config.seed, 24, 4, 16)

@@ -23,13 +23,14 @@ Forward = Callable[[float], None]
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(0.01)))
+    monkeypatch.setattr(distributed, "START_MINUTES", 60.0)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
 
 
 def rank(number: int) -> contextlib.AbstractContextManager[None]:
     """Of three, on hosts of their own."""
-    return all_started(Ranks(number, 0, 3, torch.device("cpu")), minutes=60)
+    return all_started(Ranks(number, 0, 3, torch.device("cpu")))
 
 
 def until_said(missing: str, num_ranks: int, forward: Forward, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +61,7 @@ def test_all_enter_together_and_the_missing_one_is_named(
     threads = [threading.Thread(target=start, args=(number,)) for number in (0, 1)]
     for thread in threads:
         thread.start()
-    until_said("rank 2 to start, at most 60 min (engine.timeout_minutes)\n", 2, notice_after_600, capsys)
+    until_said("rank 2 to start, at most 60 min\n", 2, notice_after_600, capsys)
     assert not entered
     with rank(2):
         until(lambda: sorted(entered) == [0, 1])

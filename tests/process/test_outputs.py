@@ -137,7 +137,7 @@ def test_every_output_is_declared() -> None:
     classes = [cls for module in modules for cls in vars(module).values() if dataclasses.is_dataclass(cls)]
     fields = [(cls.__name__, f.name, f.metadata.get("output")) for cls in classes for f in dataclasses.fields(cls)]
     declared = {name for _, name, output in fields if output}
-    assert declared == {"out", "name", "csv", "sheet", "folder", "cache", "slurm"}
+    assert declared == {"out", "name", "csv", "sheet", "folder", "cache"}
     undeclared = [(cls, name) for cls, name, output in fields if name in declared - {"name"} and not output]
     assert undeclared == [("StatsConfig", "sheet")]  # A number of images.
 

@@ -1,9 +1,7 @@
 """What a run draws at its evaluations, in a process that training never waits for."""
 
-import math
 import shutil
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -164,9 +162,9 @@ def predictions_of(split: Split) -> Predictions:
 def test_predictions_are_kept_with_the_groups_of_their_images(dataset: Path, tmp_path: Path) -> None:
     split = open_dataset(dataset).split("val")
     vars(split)["groups"] = np.arange(len(split)) // 3  # As of a data set that has some.
-    drawing = DrawingProcess(tmp_path, "not_used", every=math.inf)
-    drawing._begun = time.monotonic()
+    drawing = DrawingProcess(tmp_path, "not_used")
     drawing.begin(predictions_of(split), split)
+    drawing.end(last=False)
     found = LastPredictions.read(tmp_path)
     assert found.groups.tolist() == [row // 3 for row in range(len(split))]
 
@@ -177,7 +175,7 @@ def test_a_drawing_that_hangs_is_ended_and_training_does_not_wait(dataset: Path,
         f"import os, sys, time; open({str(started)!r}, 'a').write(' '.join([str(os.nice(0)), *sys.argv[2:]]) + '.');"
         " time.sleep(600)"
     )
-    drawing = DrawingProcess(tmp_path, "not_used", every=0.0, timeout=0.5)
+    drawing = DrawingProcess(tmp_path, "not_used", timeout=0.5)
     drawing.command = (sys.executable, "-c", code, str(tmp_path))
     split = open_dataset(dataset).split("val")
     for _ in range(3):  # Each returns, although the drawing never ends.
@@ -186,7 +184,7 @@ def test_a_drawing_that_hangs_is_ended_and_training_does_not_wait(dataset: Path,
     assert first is not None
     until(lambda: started.exists() and started.read_text())
     assert started.read_text() == "19."  # One at a time, with what training leaves of the processors.
-    assert drawing.end(last=True).endswith("--final"), "the command that draws them later"
+    drawing.end(last=True)
     assert first.poll() is not None
     assert drawing._process.poll() is not None
     assert drawing._process.args == (*drawing.command, "--final"), "not of low priority: the run waits for it"

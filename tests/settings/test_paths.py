@@ -18,7 +18,7 @@ from pipeline.settings.run import RunConfig
 PATH_WORDS = re.compile(
     r"(YAML |JSON |PNG )?files?\b|folders?\b|data sets?\b|weights:|images:|runs?, as|the run:|run"
     r" (folders?|files?)|result folders|"
-    r"an image file|deepspeed's hostfile|start from these weights|more data sets|write a slurm script|imagenet1k:"
+    r"an image file|start from these weights|more data sets|imagenet1k:"
     r" labels",
     re.IGNORECASE,
 )

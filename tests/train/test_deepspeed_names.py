@@ -77,7 +77,7 @@ def look_up(nothing: Any) -> None:
 
     get_accelerator().is_fp16_supported = lambda: True
     ranks = from_environment()
-    start_ranks(ranks, timeout_minutes=5)
+    start_ranks(ranks)
     lacking = []
     for (stage, precision), names in NAMES.items():
         given = [*TINY, f"engine.zero_stage={stage}", f"engine.precision={precision}"]

@@ -19,7 +19,7 @@ from pipeline.base.words import counted
 from pipeline.cluster.ray_tasks.cluster import first_line
 from pipeline.process.launcher import free_port
 from pipeline.process.start import dying_with_parent
-from pipeline.process.waits import waiting
+from pipeline.process.waits import NOTICE_SECONDS
 
 # Seconds between two polls of the ranks, and of a wait for resources for a request to stop.
 _POLL_SECONDS = 0.5
@@ -181,7 +181,6 @@ def run_ranks(
     cpus: int,
     say: Callable[[str], None],
     stopping: Callable[[], bool],
-    wait_minutes: float = 10.0,
 ) -> int:
     """Run a Python command as the ranks of one process group, each in an actor; returns the largest exit code.
 
@@ -191,9 +190,8 @@ def run_ranks(
     say: called with the ranks' nodes, and as in `wait_for_ranks`. stopping: True once the ranks are to be stopped by
     SIGTERM, after which they exit by themselves. A rank that fails, or whose node dies, ends the others, which would
     wait for it.
-    wait_minutes: how long to wait for resources that other jobs hold.
-    Raises UserError when the ranks do not fit or their resources do not become free; CrashError when a rank is lost;
-    Stopped if `stopping` before they run.
+    Waits for resources that other jobs hold. Raises UserError when the ranks do not fit; CrashError when a rank is
+    lost; Stopped if `stopping` before they run.
     """
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -203,16 +201,12 @@ def run_ranks(
     num_ranks, share = ranks_that_fit(nodes, num_ranks, cpus)
 
     def get(references: Any, what: str) -> Any:
-        """The results. what: what is waited for, for wait_minutes at most."""
-        with waiting(what, 60 * wait_minutes, "--wait-minutes", say=say) as wait:
-            while ray.wait(references, num_returns=len(references), timeout=_POLL_SECONDS)[1]:
-                if stopping():
-                    raise Stopped
-                if wait.left <= 0:
-                    raise UserError(
-                        f"waited {wait_minutes:g} minutes (--wait-minutes) for {what}. End other jobs, use fewer"
-                        " --ranks, or wait longer; Ray's logs (ray logs) may have the cause."
-                    )
+        """The results. what: what is waited for."""
+        if ray.wait(references, num_returns=len(references), timeout=NOTICE_SECONDS)[1]:
+            say(f"waiting for {what}")
+        while ray.wait(references, num_returns=len(references), timeout=_POLL_SECONDS)[1]:
+            if stopping():
+                raise Stopped
         return _get_from_rank(references)
 
     def poll() -> list[tuple[list[str], int | None]]:

@@ -87,7 +87,7 @@ def open_run_data(data: DataConfig, seed: int, labels: Labels, storage: Storage 
     split, evaluation = run_splits(own, data, seed)
     split = _with_targets(own, split, targets)
     held_out = ([] if evaluation is None else [evaluation]) + [
-        own.split(name, data.exclude) for name in data.also_evaluated
+        own.split(name, data.exclude) for name in data.evaluated if name != data.evaluated_split
     ]
     evaluated = {part.name: _with_targets(own, part, targets) for part in held_out}
     mixture = mixture_of(data)

@@ -4,7 +4,6 @@ takes seconds.
 
 import logging
 import os
-import shlex
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import create
 from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
 from pipeline.base.words import on_one_line
-from pipeline.monitor.mlflow.view import VIEW_KEY
 from pipeline.monitor.run_page import EXPERIMENT_TAGS, hide_passwords
 
 T = TypeVar("T")
@@ -73,20 +71,6 @@ def experiment_id(client: Any, name: str, artifact_location: str | None) -> str:
             " restores it; or set track.experiment=...)"
         )
     return str(experiment.experiment_id)
-
-
-def how_to_open(uri: str, experiment: str) -> str:
-    """How to look at the table of an experiment's runs in a browser, with the project's columns (view.py); "" if the
-    server of the store is not known. experiment: its ID.
-    """
-    # On MLflow's pages for model training. Without `/runs`, MLflow drops the view's key behind the question mark.
-    page = f"/#/experiments/{experiment}/runs?workflowType=machine_learning&viewStateShareKey={VIEW_KEY}"
-    if uri.startswith("http"):
-        return hide_passwords(uri.rstrip("/")) + page
-    if (database := sqlite_file(uri)) is None:
-        return ""
-    path = Path(os.path.relpath(database)) if database.is_relative_to(Path.cwd()) else database
-    return f"make mlflow STORE={shlex.quote(str(path))}, then http://localhost:5000{page}"
 
 
 def active_run(client: Any, run_id: str) -> Any:

@@ -17,11 +17,10 @@ from pipeline.monitor.mlflow.connection import (
     connect,
     experiment_id,
     found_by,
-    how_to_open,
     is_refusal,
     one_line,
 )
-from pipeline.monitor.page_folder import End, PageFolder, describe
+from pipeline.monitor.page_folder import End, PageFolder
 from pipeline.monitor.run_page import (
     NOTE,
     OF_THE_RUN,
@@ -109,8 +108,7 @@ class MlflowExporter(Exporter):
             update(is_described=True)
         client.update_run(sent.run_id, status="RUNNING")
         count = {"starts": str(len(starts))} if starts else {}
-        tags = {**self.facts.all_tags(), **count, NOTE: describe(self.facts.description, starts)}
-        self._set_tags("the tags", tags)
+        self._set_tags("the tags", {**self.facts.all_tags(), **count})
 
     def _describe(self) -> None:
         """Send parameters, cut to MLflow's limit, and which data the run uses."""
@@ -162,9 +160,6 @@ class MlflowExporter(Exporter):
     def finish(self, end: End) -> None:
         self._set_tags("how the run ended", end.tags)
         self.client.set_terminated(self.sent.run_id, end.status)
-
-    def how_to_open(self) -> str:
-        return how_to_open(self.config.uri, self.experiment_id)
 
     def explain(self, error: Exception) -> str:
         return f"{'refused the run' if is_refusal(error) else 'cannot be reached'} ({one_line(error)})"

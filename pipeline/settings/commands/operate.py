@@ -1,4 +1,4 @@
-"""The settings of commands around a run: plan, hosts, restarts, order of samples."""
+"""The settings of commands around a run: plan, restarts, order of samples."""
 
 from typing import Annotated, Any
 
@@ -50,17 +50,6 @@ class SamplesConfig(Settings):
     """File for the table; empty prints it."""
     sheet: PathText = setting("", output="file", pattern=r"^$|\.png$")
     """File for the first 64 images, .png, cropped and flipped as for the model."""
-
-
-class HostsConfig(Settings):
-    """A check of a run's hosts before it starts."""
-
-    hostfile: PathText
-    """DeepSpeed's hostfile: one line per host, as 'name slots=8'"""
-    run: PathText
-    """YAML file of the run"""
-    settings: list[str] = []
-    """Settings that override the run's file, as on its command line: [out=/shared/runs,data.path=/shared/pets]."""
 
 
 class SuperviseConfig(Settings):

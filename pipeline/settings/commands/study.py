@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
@@ -25,7 +25,10 @@ QUESTIONS = sorted(
     for file in (Path(__file__).parents[2] / "experiment" / "questions").glob("*.py")
     if file.stem != "__init__"
 )
-Question = Literal[tuple(QUESTIONS)]  # type: ignore[valid-type]
+if TYPE_CHECKING:
+    Question = str
+else:
+    Question = Literal[tuple(QUESTIONS)]
 # Settings of a run that the study sets itself.
 _SET_BY_STUDY = (
     "name=",
@@ -79,14 +82,12 @@ class ExperimentConfig(Settings):
     """
     gpus: NonNegativeInt = 0
     """GPUs of a run: reserved for it on Ray, and counted in the plan. 0 computes on the CPU."""
-    threads: Threads = setting(2, needs="on=ray|slurm")
-    """CPUs of a run with on=ray, of each of its GPUs with slurm."""
+    threads: Threads = setting(2, needs="on=ray")
+    """on=ray: CPUs of a run."""
     num_tasks: Tasks = setting(0, needs="on=ray")
     """on=ray: number of tasks that run at the same time; 0 is as many as fit."""
     tflops: NonNegativeFloat = 0.0
     """Sustained TFLOP/s of one device in training, for the plan of a study until runs are finished, which say it."""
-    slurm: PathText = setting("", output="file")
-    """Write a SLURM script to this file, whose array tasks do the runs, and end."""
     cell: str = ""
     """Do this run only (its name), and write no report."""
     report: bool = False
@@ -100,8 +101,8 @@ class ExperimentConfig(Settings):
 
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
-        if sum([bool(self.cell), self.report, bool(self.slurm), self.plan]) > 1:
-            raise UserError("cell, report, slurm and plan each do something else: set one of them.")
+        if sum([bool(self.cell), self.report, self.plan]) > 1:
+            raise UserError("cell, report and plan each do something else: set one of them.")
 
 
 class StudyModel(Settings):

@@ -34,7 +34,7 @@ from pipeline.monitor.profile import StepClock
 from pipeline.objectives.objective import Inputs, Objective, constants, stored_name, trained_parameters
 from pipeline.objectives.parameters import optimizers
 from pipeline.objectives.parameters.muon import Muon
-from pipeline.process.distributed import Ranks, all_started, seed_torch
+from pipeline.process.distributed import START_MINUTES, Ranks, all_started, seed_torch
 from pipeline.settings.run import EngineConfig, OptimizerConfig
 from pipeline.train.zero import internals
 from pipeline.train.zero.ema import Ema, Teacher
@@ -47,24 +47,19 @@ _MAX_GRAPHS = 64
 
 
 def start_ranks(
-    ranks: Ranks,
-    timeout_minutes: float,
-    wait_minutes: float = 0.0,
-    meet: Callable[[bool], None] = lambda hosts_store: None,
+    ranks: Ranks, minutes: float = START_MINUTES, meet: Callable[[bool], None] = lambda hosts_store: None
 ) -> None:
     """Initialise the process group; must precede any collective. No-op if it is initialised.
 
-    timeout_minutes: for all ranks to start, and of a collective call beyond `wait_minutes`, for which a rank may wait
-    while the others are in a collective call. meet: see `all_started`. Raises CrashError if a rank does not start.
+    minutes: timeout of a collective call. meet: see `all_started`. Raises CrashError if a rank does not start.
     """
     if torch.distributed.is_initialized():
         return
     deepspeed.utils.set_log_level_from_string("warning")
     # Its warning of optimizers that it did not test; ours are tested here (see `deepspeed_settings`).
     deepspeed.utils.logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())
-    with all_started(ranks, timeout_minutes, meet), contextlib.redirect_stdout(io.StringIO()):  # Its settings.
-        limit = datetime.timedelta(minutes=timeout_minutes + wait_minutes)
-        deepspeed.init_distributed(timeout=limit, auto_mpi_discovery=False)
+    with all_started(ranks, meet), contextlib.redirect_stdout(io.StringIO()):  # Its settings.
+        deepspeed.init_distributed(timeout=datetime.timedelta(minutes=minutes), auto_mpi_discovery=False)
     if torch.distributed.get_backend() == "gloo":
         atexit.register(_leave_gloo)
 
