@@ -19,8 +19,9 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -48,7 +49,8 @@ _LAST_WAIT_SECONDS = 10.0
 
 
 class Saver:
-    """Saves checkpoints in the background. All methods but mark_best, check_writer and close are collective.
+    """Saves checkpoints in the background. All methods but reserve, mark_best, check_writer and close are
+    collective.
 
     A writer that dies is replaced, and the new one repeats the save, because the copy is still in memory. A second
     death during the same save raises CrashError.
@@ -79,6 +81,8 @@ class Saver:
         self._notes: list[str] = []
         self._memory = os.memfd_create(f"checkpoint-{ranks.rank}")
         self._host = torch.empty(0)
+        self._thread = ThreadPoolExecutor(1)
+        self._reserving: Future[Any] = self._thread.submit(int)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  Not a pipe: it would keep the ranks' own open.
         self._start_writer()
 
@@ -98,6 +102,12 @@ class Saver:
         # Unbuffered: select does not see what a buffer holds.
         self._from = cast(io.RawIOBase, spawner.stdout)
         self._to = io.BufferedWriter(cast(io.RawIOBase, spawner.stdin))
+
+    def reserve(self, part: RankPart) -> None:
+        """Allocate the memory of a part in the background, so that the first save takes no longer than later ones. No
+        save may be in flight. Not collective.
+        """
+        self._reserving = self._thread.submit(self._map, part.num_elements)
 
     def save(self, step: int, part: RankPart, commit: Commit | None) -> None:
         """Copy this rank's part and hand it to the writer; waits for the previous save first. commit: rank 0 only."""
@@ -164,12 +174,14 @@ class Saver:
         while self._in_flight and self._error is None and (left := deadline - time.monotonic()) > 0:
             self._hear(left)
         self._close_pipes()
+        self._thread.shutdown()
         self._unlock()
         os.close(self._memory)
         self._errors.close()
 
     # ---------------------------------------------------------------- inside
     def _copy(self, part: RankPart) -> None:
+        self._reserving.result()
         self._map(part.num_elements)
         at = 0
         for tensor in part.all_tensors():
@@ -179,7 +191,7 @@ class Saver:
             torch.cuda.synchronize(self.ranks.device)
 
     def _map(self, count: int) -> None:
-        """Resize the buffer to `count` elements: at the first save, and at one whose optimizer has other states."""
+        """Resize the buffer to `count` elements: when reserved, and at a save whose optimizer has other states."""
         if count == len(self._host):
             return
         self._unlock()
@@ -187,6 +199,7 @@ class Saver:
         host = torch.frombuffer(mmap.mmap(self._memory, BYTES * count), dtype=torch.float32)
         host.numpy()[:: mmap.PAGESIZE // BYTES] = 0  # Each page is there once it is written to.
         if self.ranks.device.type == "cuda":
+            torch.cuda.set_device(self.ranks.device)  # Of the thread that reserves.
             # Page-locked, so that the device copies at the speed of the bus.
             failure = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), BYTES * count, 0))
             if failure:  # Unsaid, it would be raised by the next operation of the GPU.

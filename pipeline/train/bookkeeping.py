@@ -174,6 +174,8 @@ class TrainingRun(StartingPoint):
         self.meter.step(self.plan.global_batch)
         self.console.advance()
         self.saver.check_writer()
+        if self.progress.step == self.progress.start + 1:  # The optimizer has its states now.
+            self.saver.reserve(self.engine.part())
 
     def rolled_back_after_spikes_on_all_ranks(self) -> bool:
         """Report loss spikes since the last call and apply health.on_spike. Returns whether the run was rolled back.

@@ -57,6 +57,7 @@ def real_part(step: int) -> tuple[RankPart, writer.Commit]:
 def test_memory_that_cannot_be_locked_is_said(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
     out_of_memory = SimpleNamespace(cudaHostRegister=lambda *_: 2)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: out_of_memory)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     saver.ranks = replace(ALONE, device=torch.device("cuda"))
     with pytest.raises(CrashError, match=r"0\.0 GiB .*CUDA error 2.*ulimit -l"):
         saver._map(10)
@@ -69,12 +70,36 @@ def test_locked_memory_is_unlocked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         cudaHostRegister=lambda at, size, flags: locked.add(at) or 0, cudaHostUnregister=locked.remove
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     saver = Saver(str(tmp_path), replace(ALONE, device=torch.device("cuda")), 5)
     for count in (10, 5000):
         saver._map(count)
         assert locked == {saver._host.data_ptr()}
     saver.close()
     assert not locked
+
+
+def test_reserved_memory_is_there_before_the_first_save(saver: Saver, tmp_path: Path) -> None:
+    piece, commit = real_part(1)
+    saver.reserve(piece)
+    saver._reserving.result()
+    there = saver._host.data_ptr()
+    assert os.fstat(saver._memory).st_blocks * 512 >= 4 * piece.num_elements
+    saver.save(1, piece, commit)
+    saver.wait()
+    assert saver._host.data_ptr() == there
+    assert newest_complete(tmp_path) == "step-00000001"
+
+
+def test_memory_that_cannot_be_reserved_is_said_at_the_save(saver: Saver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(count: int) -> None:
+        raise CrashError(f"no memory for {count} numbers")
+
+    monkeypatch.setattr(saver, "_map", full)
+    piece, commit = real_part(1)
+    saver.reserve(piece)
+    with pytest.raises(CrashError, match=f"{piece.num_elements}"):
+        saver.save(1, piece, commit)
 
 
 def test_saving_goes_on_beside_training(saver: Saver, tmp_path: Path) -> None:

@@ -113,6 +113,8 @@ def rank(number: int, world_size: int, folder: Path, name: str, pairs: int) -> N
     if world_size > 1:  # Each rank saves ranges of its own.
         state = {f"{key}.{number}": tensor for key, tensor in state.items()}
     saver = Saver(str(folder / "ours"), ranks, 5)
+    saver.reserve(part)
+    time.sleep(num_bytes / 2e8)  # Training: until the memory is there.
     writer, this, rows = Writer(saver), psutil.Process(), []
     for step in range(1, pairs + 2):
         before = seconds_of(writer)
