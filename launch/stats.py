@@ -5,7 +5,7 @@ image, and a sheet of samples. Reads only the manifest and the bytes of these sa
 With values=..., measures the range of the values of the training images and records it (docs/images.md).
 
       python launch/stats.py data=datasets/photos
-      python launch/stats.py data=datasets/photos sheet=0
+      python launch/stats.py data=datasets/photos sheet=0 mlflow=http://mlflow:5000
       python launch/stats.py data=datasets/xrays values=percentiles values_images=0
 
 Writes stats.json, classes.csv, histograms.png and contact_sheet.png into out.

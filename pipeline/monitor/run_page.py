@@ -158,7 +158,7 @@ class WeightsOrigin:
 class RunFacts:
     """The facts that an MLflow run shows beside its metrics.
 
-    kind: pretrain, finetune, grid, study, vtab, cell, evaluation or explain. parameters: settings that differ
+    kind: pretrain, finetune, grid, study, vtab, cell, evaluation, explain or data. parameters: settings that differ
     from their defaults, and what follows from them. description: Markdown. parents: relation -> ID of the MLflow run
     that this one came from.
     steps: planned steps, from which the tag `progress` follows. images_per_step, flops_per_image: for the metrics

@@ -10,7 +10,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.settings.quantities import PathText, RegularExpression, Seed, Share, ShareBelow1, Side, Tasks
 from pipeline.settings.schema import Distinct, Settings, setting
-from pipeline.settings.shared import GroupsConfig
+from pipeline.settings.shared import GroupsConfig, MlflowConfig
 
 Inspect = Literal["decode", "header"]
 SplitName = Annotated[str, Field(pattern="^[a-z0-9_]+$")]
@@ -266,7 +266,7 @@ class ExcludeConfig(Settings):
     """Name of the list, exclude/NAME.parquet of the data set. Samples are added to one that exists."""
 
 
-class StatsConfig(ValuesConfig):
+class StatsConfig(ValuesConfig, MlflowConfig):
     """Statistics and figures of a data set."""
 
     data: PathText

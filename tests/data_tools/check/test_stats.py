@@ -3,12 +3,17 @@
 import csv
 import io
 import json
+import runpy
+import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from mlflow.tracking import MlflowClient
 from PIL import Image
+from ranks import ROOT
 from raw_images import encoded, settings, write_folder
 from tiny import make_dataset
 
@@ -102,6 +107,36 @@ def test_the_contact_sheet_shows_every_class_and_survives_damage(tmp_path: Path,
     assert len(widths) == 1, "as many tiles in a row"
 
 
+def test_the_command_sends_all_of_it_to_mlflow(
+    dataset: Dataset,
+    database: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Twice: the same data set, counted again, is the same run."""
+    uri, out = f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "out"
+    shutil.copy(database, tmp_path / "mlflow.db")
+    arguments = [f"data={dataset.path}", f"out={out}", "sheet=6", f"mlflow={uri}"]
+    monkeypatch.setattr(sys, "argv", ["launch/stats.py", *arguments])
+    for _ in range(2):
+        runpy.run_path(str(ROOT / "launch/stats.py"), run_name="__main__")
+    assert "warning" not in capfd.readouterr().err
+    client = MlflowClient(tracking_uri=uri)
+    (run_,) = client.search_runs([client.get_experiment_by_name("vit").experiment_id])
+    found = json.loads((out / "stats.json").read_text())
+    assert run_.info.status == "FINISHED"
+    assert run_.info.run_name == f"stats {dataset.path.name}"
+    assert run_.data.tags["data_fingerprint"] == dataset.fingerprint
+    assert run_.data.metrics == stats.metrics(found)
+    assert sorted(file.path for file in client.list_artifacts(run_.info.run_id)) == sorted(
+        [*FILES, "metrics.jsonl", "run.json"]
+    )
+    for name in FILES:
+        sent = Path(client.download_artifacts(run_.info.run_id, name, str(tmp_path)))
+        assert sent.read_bytes() == (out / name).read_bytes()
+
+
 def test_numbers_to_predict_are_described(tmp_path: Path) -> None:
     data = make_dataset(tmp_path / "data", {"train": 30, "val": 9}, labelled=False, targets=["red", "dose (mg/l)"])
     found = run(data, tmp_path / "out", sheet=0)
@@ -111,5 +146,6 @@ def test_numbers_to_predict_are_described(tmp_path: Path) -> None:
     assert train["red"]["median"] == pytest.approx(np.sort(values[:, 0])[14], rel=1e-4)
     assert train["dose (mg/l)"]["missing"] == 10
     assert train["dose (mg/l)"]["max"] == pytest.approx(np.nanmax(values[:, 1]), rel=1e-4)
+    assert "train.targets.dose__mg_l_.median" in stats.metrics(found)
     plain = run(make_dataset(tmp_path / "plain", {"train": 9}, labelled=False), tmp_path / "plain-out", sheet=0)
     assert plain["splits"]["train"]["targets"] == {}
