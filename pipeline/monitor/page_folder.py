@@ -12,6 +12,7 @@ store.
 """
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Literal
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
+from pipeline.base.words import counted
 from pipeline.monitor.run_page import RunFacts
 
 RUN_FILE = "run.json"
@@ -28,6 +30,7 @@ PAGE = "page"
 FIGURES = f"{PAGE}/figures"
 # Folder of the mistakes of the last evaluation, in `page/`.
 MISTAKES = "mistakes"
+_MAX_STARTS_SHOWN = 20
 LOG = "drawing.log"  # Not uploaded.
 
 
@@ -115,3 +118,17 @@ class PageFolder:
         for path in dict.fromkeys([Path(RUN_FILE), *map(Path, names), *shown]):
             if (found := self.run_folder / path).is_file():
                 yield found, path.as_posix()
+
+
+def describe(description: str, starts: tuple[Start, ...]) -> str:
+    """The description of a run, with what ended its earlier starts, and which settings changed. Markdown."""
+    lines = []
+    for start in starts[1:]:
+        before = f"the start before was {start.before}" if start.before else ""
+        if why := "; ".join(filter(None, (before, start.changed))):
+            at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(start.time))
+            lines.append(f"- {at}, from step {start.step:,}: {why}")
+    if not lines:
+        return description
+    title = f"**Started {counted(len(starts), 'time')}**"
+    return "\n".join([description, "", title, "", *lines[-_MAX_STARTS_SHOWN:]]).strip()

@@ -18,7 +18,7 @@ from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
 from pipeline.monitor.export import Exporter, ExportTiming, FolderExport
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, accepted_name, open_to_append, repair
 from pipeline.monitor.mlflow.exporter import FindModels, MlflowExporter
-from pipeline.monitor.page_folder import End, PageFolder, Start
+from pipeline.monitor.page_folder import End, PageFolder, Start, describe
 from pipeline.monitor.run_page import NOTE, RunFacts, hide_passwords, source_tags
 from pipeline.monitor.tensorboard import TensorBoardExporter
 from pipeline.settings.run import TrackConfig
@@ -116,7 +116,7 @@ class Tracker:
         tags = {"outcome": (outcome or status.lower())[:500], "collapse": collapse[:500]}
         if result:
             # First, because the page shows the beginning of a description, and more on request.
-            tags[NOTE] = f"{result}\n\n{self.facts.description}"
+            tags[NOTE] = f"{result}\n\n{describe(self.facts.description, self._page.starts())}"
         end = End(status, {name: hide_passwords(text) for name, text in tags.items() if text})
         try:
             self._page.end(end)

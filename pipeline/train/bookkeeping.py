@@ -11,8 +11,9 @@ from torch import Tensor
 from pipeline import model as models
 from pipeline.base.errors import DivergedError, UserError
 from pipeline.base.metric import Metric
+from pipeline.base.progress import duration
 from pipeline.base.trained_on import TRAINED_ON, TrainedSet
-from pipeline.base.words import counted
+from pipeline.base.words import counted, si, significant
 from pipeline.checkpoint.saver import Saver
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
 from pipeline.checkpoint.store import (
@@ -34,7 +35,10 @@ from pipeline.data.storage.retry import Retry
 from pipeline.model import Model
 from pipeline.monitor.health import Reports, SlowRanks, SpikePolicy
 from pipeline.monitor.profile import Meter
-from pipeline.monitor.run_page import WeightsOrigin
+from pipeline.monitor.run_page import (
+    RunFacts,
+    WeightsOrigin,
+)
 from pipeline.monitor.tracking import Tracker
 from pipeline.monitor.watchdog import Watchdog
 from pipeline.process import waits
@@ -43,6 +47,7 @@ from pipeline.process.distributed import Ranks
 from pipeline.settings import schema
 from pipeline.train.drawing import DrawingProcess
 from pipeline.train.loop import Feed
+from pipeline.train.shown_facts import last_scores
 from pipeline.train.start import Prepared
 
 if TYPE_CHECKING:  # DeepSpeed is imported late: it takes seconds.
@@ -386,4 +391,41 @@ class TrainingRun(StartingPoint):
             status, outcome = "FINISHED", how
         elif how == "stopped":
             status, outcome = "KILLED", f"stopped by {reason} at step {step:,}; the same command resumes it"
-        tracker.finish(status, how != "finished", outcome, collapse=self.collapses.first)
+        told = self._result(tracker.facts, status, outcome)
+        tracker.finish(status, how != "finished", outcome, told, self.collapses.first)
+
+    def _result(self, facts: RunFacts, status: str, outcome: str) -> str:
+        """Markdown for the end of the description: what was measured, and what a reviewer should know of it."""
+        plan, step, meter, bad = self.plan, self.progress.step, self.meter, self.counts.unreadable
+        table = [
+            "| | planned | done |",
+            "|---|---|---|",
+            f"| steps | {plan.steps:,} | {step:,} |",
+            f"| images | {plan.steps * plan.global_batch:,} | {step * plan.global_batch:,} |",
+            "| arithmetic | {} | {} |".format(
+                *(si(1e18 * facts.axes(n).get("exaflops", 0.0), "FLOP") for n in (plan.steps, step))
+            ),
+        ]
+        # A rank that failed cannot ask the others: it knows of its own images, and what they counted at the last log
+        # line.
+        until = ""
+        if status == "FAILED":
+            bad, until = bad | self.feed.loader.bad, ", up to the last log line"
+        counts = {
+            "steps skipped": self.engine.skipped_steps,
+            "loss spikes": self.spikes.num_spikes,
+            "rollbacks": len(self.progress.skipped_batches),
+            "unreadable images": len(bad),
+            "storage retries": self.counts.storage_retries,
+        }
+        warnings = [f"{count:,} {what}" for what, count in counts.items() if count]
+        warnings += [self.collapses.first.rstrip(".")] * bool(self.collapses.first)
+        warned = f"Warnings: {', '.join(warnings)}" if warnings else "No step was skipped, no image unreadable"
+        found = "; ".join([outcome, *last_scores(self.folder, facts)])
+        lines = [f"**Result**, with 95 % intervals: {found}. {warned}{until}.", "\n".join(table)]
+        if meter.total_seconds:
+            lines.append(
+                f"{significant(meter.average)} images/s over {duration(meter.total_seconds)} of training since the last"
+                " start."
+            )
+        return "\n\n".join(lines)

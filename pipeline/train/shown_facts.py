@@ -1,5 +1,6 @@
-"""What MLflow and the page of a run show of it: facts, data sets, environment, plan."""
+"""What MLflow and the page of a run show of it: facts, data sets, environment, plan, last scores."""
 
+import math
 import os
 import platform
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ import torch
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import UserError
-from pipeline.base.metric import score_of
+from pipeline.base.metric import probed_data, score_of
 from pipeline.base.trained_on import TRAINED_BY, TrainedSet
 from pipeline.base.words import counted, of_classes, on_one_line
 from pipeline.data.dataset.dedup_report import read_dedup_report
@@ -22,6 +23,8 @@ from pipeline.data.mixture.run_data import RunData
 from pipeline.data.mixture.split import MixedSplit
 from pipeline.data.storage.retry import StorageError
 from pipeline.evaluate import architecture
+from pipeline.evaluate.intervals import of_samples
+from pipeline.monitor.metrics_file import METRICS_FILE, by_name, read_metrics
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import (
     PROBED_IMAGES,
@@ -153,6 +156,28 @@ def environment(device: torch.device) -> list[str]:
         names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
         lines.append(f"GPUs of the first host: {', '.join(names)}; NCCL {torch.cuda.nccl.version()}")
     return [*lines, "", *installed_packages()]
+
+
+def last_scores(folder: Path, facts: RunFacts) -> Iterator[str]:
+    """The last value of each score of the held-out images and of the probe, of accuracies with the 95 % interval over
+    images.
+    """
+    last = {name: max(values.items()) for name, values in by_name(read_metrics(folder / METRICS_FILE)[0]).items()}
+    for name in [name for name in facts.metrics if name in last]:
+        metric, (step, value) = facts.metrics[name], last[name]
+        if metric.group not in ("eval", "probe") or not metric.better:
+            continue
+        own, of_split = f"{name}_effective_images", f"{name.rpartition('_')[0]}_num_samples"
+        probed = facts.parameters.get(f"{PROBED_IMAGES}_{probed_data(name)}", 0)
+        count = next((last[key][1] for key in (own, of_split) if key in last), probed)
+        interval = ""
+        ends = [last[key][1] for end in ("low", "high") if (key := f"{name}_{end}") in last]
+        if ends and math.isfinite(ends[0]):
+            interval = metric.interval_text(*ends)
+        elif metric.is_share and count and 0 <= value <= 1:
+            found = of_samples(value, count)
+            interval = metric.interval_text(found.low, found.high)
+        yield f"{name} {metric.text(value)}{interval} at step {step:,}"
 
 
 def _test_copies(dataset: Dataset, split: str) -> str:

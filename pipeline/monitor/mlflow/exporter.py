@@ -20,7 +20,7 @@ from pipeline.monitor.mlflow.connection import (
     is_refusal,
     one_line,
 )
-from pipeline.monitor.page_folder import End, PageFolder
+from pipeline.monitor.page_folder import End, PageFolder, describe
 from pipeline.monitor.run_page import (
     NOTE,
     OF_THE_RUN,
@@ -108,7 +108,8 @@ class MlflowExporter(Exporter):
             update(is_described=True)
         client.update_run(sent.run_id, status="RUNNING")
         count = {"starts": str(len(starts))} if starts else {}
-        self._set_tags("the tags", {**self.facts.all_tags(), **count})
+        tags = {**self.facts.all_tags(), **count, NOTE: describe(self.facts.description, starts)}
+        self._set_tags("the tags", tags)
 
     def _describe(self) -> None:
         """Send parameters, cut to MLflow's limit, and which data the run uses."""

@@ -176,6 +176,7 @@ def test_a_collapse_is_said_once_in_log_and_description(
     assert "step 2: collapse: RankMe 1 of at most 32" in said[0]
     tags = json.loads((folder / "run.json").read_text())["end"]["tags"]
     assert said[0].endswith(tags["collapse"])
+    assert "Warnings: step 2: collapse: RankMe 1" in tags["mlflow.note.content"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
