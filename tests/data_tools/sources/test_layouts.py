@@ -486,7 +486,7 @@ def test_webdataset(tmp_path: Path) -> None:
         "9": ("val", ("1",), jpeg(9)),
     }
     assert listing.classes == [str(number) for number in range(11)]
-    assert listing.notes == ["ignored 1 sample: val-0.tar: 8.jpg (no .cls and no .json)"]
+    assert listing.skipped == [("", "val-0.tar: 8.jpg", "no .cls and no .json")]
 
 
 def test_tars_of_data_sets_have_the_classes_of_these(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ def test_shards_of_captions(with_json: bool, tmp_path: Path) -> None:
 
 
 def test_tars_of_which_some_have_labels_use_those_alone(tmp_path: Path) -> None:
-    """As ever, wherever the first label is; layout=images uses all images and no label."""
+    """The others are bad images; layout=images uses all images and no label. Late labels are bad ones."""
     source = tmp_path / "raw"
     source.mkdir()
     write_tar({"1.jpg": jpeg(1), "2.jpg": jpeg(2)}, source / "a.tar")
@@ -176,8 +176,16 @@ def test_tars_of_which_some_have_labels_use_those_alone(tmp_path: Path) -> None:
     listing = listed(source, layout="webdataset")
     assert samples(listing) == {"4": ("train", ("1",), jpeg(4))}
     assert listing.containers == [str(source / name) for name in ("a.tar", "b.tar")]
-    assert [note for note in listing.notes if note.startswith("ignored 3 samples: a.tar: 1.jpg (no .cls and no .json)")]
+    assert [where for _, where, _ in listing.skipped] == ["a.tar: 1.jpg", "a.tar: 2.jpg", "b.tar: 3.jpg"]
     assert set(unlabelled(listed(source, layout="images"))) == {"a/1", "a/2", "b/3", "b/4"}
+    write_tar({f"{i}.{ext}": data for i in range(9) for ext, data in _late(i).items()}, tmp_path / "c.tar")
+    listing = listed(tmp_path / "c.tar", layout="webdataset")
+    assert len(unlabelled(listing)) == 8
+    assert listing.skipped[0][1] == "c.tar: 8.jpg"
+
+
+def _late(number: int) -> dict[str, bytes]:
+    return {"jpg": jpeg(number), **({"cls": b"1"} if number == 8 else {})}
 
 
 @pytest.mark.parametrize("label", ['"cat"', "3.0", "true", '["cat"]', "[0, null]"])
