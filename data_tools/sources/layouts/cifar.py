@@ -1,6 +1,7 @@
 """CIFAR-10 and CIFAR-100 (fine labels) as published: python version, as .tar.gz or unpacked.
 
-Its pickles hold raw pixels, 3 planes of 32x32, which are read in place, at the offset of the pixel array. A pickle can run any code: only the calls that build a NumPy array are allowed.
+Its pickles hold raw pixels, 3 planes of 32x32, which are read in place, at the offset of the pixel array. A pickle can
+run any code: only the calls that build a NumPy array are allowed.
 """
 
 import io

@@ -112,14 +112,10 @@ def known_class_names(source: AnyPath, files: list[tuple[str, str, AnyPath]], la
 
 
 def is_shard(path: AnyPath) -> bool:
-    """Whether there are labels among the first members of a tar, or captions (.txt) if its name is that of a shard."""
+    """Whether there are labels or captions (.cls, .json) among the first members of a tar."""
     with path.open("rb") as file:
         members = list(itertools.islice(tar_members(file, 0, file_size(path)), _MEMBERS_TO_LOOK_AT))
-    parts = [split_name(member.name) for member in members if not member.is_folder]
-    if any(ext in ("cls", "json") for _, ext in parts):
-        return True
-    captions = {key for key, ext in parts if ext == "txt"}
-    return is_numbered(path) and any(key in captions and f".{ext}" in EXTENSIONS for key, ext in parts)
+    return any(split_name(member.name)[1] in ("cls", "json") for member in members if not member.is_folder)
 
 
 def is_numbered(path: AnyPath) -> bool:
