@@ -1,7 +1,5 @@
 """Class rules of a sharding job: which classes it keeps, their order, readable names."""
 
-import unicodedata
-from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +10,6 @@ from data_tools.sources.labels import read_names
 from data_tools.sources.listing import label_lists, label_pairs, with_columns
 from data_tools.sources.spill import slices
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import quoted
 from pipeline.base.words import counted, first_of, printable
 from pipeline.process.installed import read_lines
 from pipeline.settings.commands.data import ShardConfig
@@ -74,20 +71,15 @@ def readable_names(classes: list[str], synset_names: str) -> list[str] | None:
     """The readable name of each class by the file synset_names, the class itself where it has none; None without a
     file.
 
-    Raises UserError for a file that names no class, or one class twice.
+    Raises UserError for a file that names no class.
     """
     if not synset_names:
         return None
-    lines, where = read_lines(synset_names, "synset_names"), f"synset_names = {synset_names}"
-    names: dict[str, str] = {}
-    for wnid, name in (parts for line in lines if len(parts := line.strip().split(None, 1)) == 2):
-        if names.setdefault(wnid, name) != name:
-            raise UserError(
-                f"{where} names {quoted(wnid)} twice, {quoted(names[wnid])} and {quoted(name)}. Remove one."
-            )
+    lines = read_lines(synset_names, "synset_names")
+    names = dict(parts for line in lines if len(parts := line.strip().split(None, 1)) == 2)
     if not names.keys() & set(classes):
         raise UserError(
-            f"{where} names none of the {counted(len(classes), 'class')}, such as {classes[0]}. Its lines are 'wnid"
+            f"synset_names = {synset_names} names none of the {counted(len(classes), 'class')}, such as {classes[0]}. Its lines are 'wnid"
             f" name', such as: {lines[0][:60]}"
         )
     return [names.get(name, name) for name in classes]
@@ -131,25 +123,7 @@ def _count(listing: Listing, split: int) -> np.ndarray:
 
 
 def odd_classes(listing: Listing) -> list[str]:
-    """Messages about classes that are usually a mistake: by their names, or with no or one training image."""
-    notes = _alike_classes(listing)
-    if "train" in listing.splits:
-        counts = _count(listing, listing.splits.index("train"))
-        if few := [name for name, count in zip(listing.classes, counts, strict=True) if count < 2]:
-            notes.append(f"{counted(len(few), 'class')} with at most one image in train: {first_of(few)}")
-    return notes
-
-
-def _alike_classes(listing: Listing) -> list[str]:
-    """Messages about classes whose names look the same, as of one that was copied from macOS, or typed by two
-    people.
-    """
-    groups = defaultdict(list)
-    for name in listing.classes:
-        groups[" ".join(unicodedata.normalize("NFKC", name).casefold().replace("_", " ").split())].append(name)
-    return [
-        f"{' and '.join(map(ascii, names))}: these names differ in case, spaces or the form of their Unicode characters"
-        " only, and are different classes here. If they are not, rename one"
-        for names in groups.values()
-        if len(names) > 1
-    ]
+    """Messages about classes with no or one training image, which are usually a mistake."""
+    counts = _count(listing, listing.splits.index("train")) if "train" in listing.splits else ()
+    few = [name for name, count in zip(listing.classes, counts, strict=False) if count < 2]
+    return [f"{counted(len(few), 'class')} with at most one image in train: {first_of(few)}"] if few else []

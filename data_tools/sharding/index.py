@@ -6,12 +6,10 @@ file, so a killed job can be resumed.
 
 import contextlib
 import hashlib
-import itertools
 import os
 import posixpath
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,17 +25,16 @@ from data_tools.sharding.shard import SKIPPED, print_summary, resolve, write_tab
 from data_tools.sharding.values import check_range, measure_values
 from data_tools.sharding.write_shard import Done, as_rows, load_part, read_rows, write_part
 from data_tools.sources.labels import ClassNumbers
-from data_tools.sources.layouts.webdataset import NO_LABEL, complete_samples, known_class_names
-from data_tools.sources.listing import reasons, with_columns
+from data_tools.sources.layouts.webdataset import complete_samples, first_samples, known_class_names
+from data_tools.sources.listing import reasons
 from data_tools.sources.reader import lost_if_unreadable, read_at, refuse_large
 from data_tools.sources.split_files import PARTS, PLAN, split_files
 from data_tools.tasks import refuse_unseen, tasks_on_cluster
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
-from pipeline.base.json_record import quoted, shortened
 from pipeline.base.locks import only_writer
 from pipeline.base.progress import duration
-from pipeline.base.words import counted, printable
+from pipeline.base.words import command_line, counted, printable
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.groups import group_finder
 from pipeline.data.dataset.manifest import (
@@ -67,15 +64,13 @@ from pipeline.data.storage.content import content_hash
 from pipeline.process.outputs import try_output
 from pipeline.settings.commands.data import IndexConfig
 
-# How many tars, and images of each, are looked at to see what images are.
-_PROBED_TARS, _PROBED_IMAGES = 8, 6
-
 
 @dataclass(frozen=True)
 class IndexJob:
     """A tar to read. name: in the manifest. part: path of its part file. whole: decode every image.
 
-    num_classes: exclusive limit of labels; 0 is unknown. pixels: what images must be.
+    num_classes: exclusive limit of labels; 0 is unknown. pixels: what images must be. is_labelled: whether samples need
+    labels. group_pattern: of the groups, empty for none.
     """
 
     path: str
@@ -85,10 +80,12 @@ class IndexJob:
     whole: bool
     num_classes: int
     pixels: Pixels = RGB8
+    is_labelled: bool = True
+    group_pattern: str = ""
 
 
 def run(config: IndexConfig) -> Dataset:
-    """Make, resume or verify the manifest of config.source's tars in config.out. Raises UserError."""
+    """Make the manifest of config.source's tars in config.out. Raises UserError."""
     source = resolve("source", config.source)
     out = resolve("out", config.out) if config.out else source if source.is_dir() else source.parent
     if isinstance(out, Path):
@@ -102,20 +99,19 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
     files = split_files(source, config.splits, ".tar")
     if (out / PARTS / PLAN).exists():
         raise UserError(f"{out} is a data set that launch/shard.py has not finished. Run its command again first.")
-    finished = open_dataset(out) if (out / INFO).exists() else None
-    if finished:
-        names, pixels = finished.classes, finished.pixels
-        before = finished.info["settings"].get("group_pattern", "")
-        given = known_class_names(source, files, config.label_names) if config.label_names else names
-        if (given, config.group_pattern) != (names, before):
-            raise UserError(
-                f"{out} was indexed with group_pattern = {quoted(before)} and the classes"
-                f" {shortened(', '.join(names))}. Give these, or remove {INFO} and index again."
-            )
-    else:
-        names = known_class_names(source, files, config.label_names)
-        pixels = pixels_of(_probed([path for *_, path in files]), config.channels, config.pages, config.nodata)
-        check_range(pixels, config.values)
+    if (out / INFO).exists() and open_dataset(out).pixels.is_measured:
+        raise UserError(
+            f"{out} has a manifest. To compare its tars with it: {command_line('verify', f'data={out}')} . To index"
+            f" again, remove {INFO}."
+        )
+    names = known_class_names(source, files, config.label_names)
+    is_labelled, headers = bool(names), list[tuple[str, StoredImage]]()
+    for file, path, sample in first_samples([path for *_, path in files]):
+        is_labelled |= sample.has_label_file
+        with contextlib.suppress(ValueError):
+            headers.append((f"{path.name}: {sample.name}", stored_image(read_at(file, sample.offset, sample.size))))
+    pixels = pixels_of(headers, config.channels, config.pages, config.nodata)
+    check_range(pixels, config.values)
     jobs = [
         IndexJob(
             path=str(path),
@@ -125,6 +121,8 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
             whole=config.inspect == "decode",
             num_classes=len(names),
             pixels=pixels,
+            is_labelled=is_labelled,
+            group_pattern=config.group_pattern,
         )
         for number, (split, _, path) in enumerate(files)
     ]
@@ -132,42 +130,23 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
     # Exactly these: the folder may have other files.
     for name in (INFO, SAMPLES_FILE, CHUNKS_FILE, SHARDS_FILE, SKIPPED):
         remove_leftovers(out, pattern=f".{name}.*.tmp")
-    if finished:
-        # To verify the manifest, every tar is read again.
-        remove_tree(out / PARTS)
     make_folder(out / PARTS)
     try:
-        results, is_labelled = _run_jobs(jobs, out, config)
-        if finished:
-            _refuse_others(finished, results)
-            dataset = finished
-        else:
-            dataset = _finish(out, jobs, results, names, source, is_labelled, config.group_pattern, pixels)
-            for note in copy_notes(dataset, exact_copies(dataset, "none")):
-                print(note)
-        if not dataset.pixels.is_measured or (config.values and not finished):
+        results = _run_jobs(jobs, out, config)
+        dataset = _finish(out, jobs, results, names, source, pixels)
+        for note in copy_notes(dataset, exact_copies(dataset, "none")):
+            print(note)
+        if not dataset.pixels.is_measured or config.values:
             dataset = measure_values(
                 dataset, config.values, config.values_images, config.num_tasks, config.max_bad_share
             )
         remove_tree(out / PARTS)
     finally:
         remove_if_empty(out / PARTS)  # Only if no tar was finished.
-    if finished:
-        print(f"checked {counted(len(results), 'tar')}: nothing to do")
     if empty := sum(not done.shard.samples for done in results):
         print(f"left out {counted(empty, 'tar')} without samples")
     print_summary(dataset, results, duration(time.monotonic() - started), [])
     return dataset
-
-
-def _probed(tars: list[AnyPath]) -> Iterator[tuple[str, StoredImage]]:
-    """(name, header) of the first images of some tars, evenly over all."""
-    for number in sorted({len(tars) * n // _PROBED_TARS for n in range(_PROBED_TARS)}):
-        path = tars[number]
-        with path.open("rb") as file, contextlib.suppress(UserError):  # A damaged tar is named when it is read whole.
-            for sample in itertools.islice(complete_samples(file, path), _PROBED_IMAGES):
-                with contextlib.suppress(ValueError):
-                    yield f"{path.name}: {sample.name}", stored_image(read_at(file, sample.offset, sample.size))
 
 
 def _name_in_manifest(tar: AnyPath, out: AnyPath) -> str:
@@ -186,8 +165,7 @@ def _name_in_manifest(tar: AnyPath, out: AnyPath) -> str:
 
 
 def index_tar(job: IndexJob) -> Done:
-    """Ray task: read a tar and write its part file, unless that exists and is up to date. Its rows have null as the
-    labels of a sample without any.
+    """Ray task: read a tar and write its part file, unless that exists and is up to date.
 
     Raises UserError for a damaged tar, LostError when reading fails because of the node or its storage.
     """
@@ -198,14 +176,13 @@ def index_tar(job: IndexJob) -> Done:
     if (found := load_part(part, Done)) and found.read == read:
         return found
     cv2.setNumThreads(1)
-    rows, skipped, has_labels, unread = [], [], False, Counter[str]()
+    rows, skipped, unread = [], [], Counter[str]()
     numbers = ClassNumbers([str(number) for number in range(job.num_classes)])
     with lost_if_unreadable(job.path), fetched(path) as file:
         for sample in complete_samples(file, path):
-            has_labels = has_labels or sample.has_label_file
             try:
-                if sample.fault and not sample.is_unlabelled:
-                    raise ValueError(sample.fault)
+                if fault := sample.fault_of(job.is_labelled):
+                    raise ValueError(fault)
                 refuse_large(sample.size)
                 data = read_at(file, sample.offset, sample.size)
                 header = inspect(data, job.whole, job.pixels)
@@ -217,39 +194,28 @@ def index_tar(job: IndexJob) -> Done:
                 continue
             for label in sample.labels:
                 numbers.name(label, f"{path}: {sample.name}")
-            labels = None if sample.is_unlabelled else sample.labels
-            place = (sample.key, sample.offset, sample.size, header.ext, labels)
+            place = (sample.key, sample.offset, sample.size, header.ext, sample.labels)
             rows.append((*place, header.width, header.height, content_hash(data)))
         file.seek(0)
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
     shard = Shard(job.name, job.split, len(rows), num_bytes, sha256)
-    done = Done(
-        shard,
-        skipped,
-        read=read,
-        left_out=dict(unread),
-        num_classes=numbers.highest + 1,
-        has_labels=has_labels,
-    )
-    write_part(part, as_rows(rows), done)
+    done = Done(shard, skipped, read=read, left_out=dict(unread), num_classes=numbers.highest + 1)
+    table = as_rows(rows)
+    if job.group_pattern:
+        groups = group_finder(job.group_pattern)(table["key"].to_pylist())
+        table = table.append_column("group", pa.array(groups, pa.string()))
+    write_part(part, table, done)
     return done
 
 
-def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> tuple[list[Done], bool]:
-    """Returns (every tar's result, in order; whether any sample has labels). Raises UserError when too many samples are
-    bad.
-
-    If any has, a sample without labels is a bad one.
-    """
+def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> list[Done]:
+    """Returns every tar's result, in order. Raises UserError when too many samples are bad."""
     results: dict[int, Done] = {}
     with tasks_on_cluster(index_tar, jobs, config.num_tasks, None, len(jobs), out, "indexed") as (tasks, progress):
         for number, done in tasks:
             results[number] = done
             progress.add(done.shard.samples, done.shard.bytes)
     ordered = [results[number] for number in range(len(jobs))]
-    is_labelled = any(done.has_labels for done in ordered)
-    if is_labelled:
-        ordered = [_without_unlabelled(done, job) for done, job in zip(ordered, jobs, strict=True)]
     skipped = [row for done in ordered for row in done.skipped]
     num_samples = sum(done.shard.samples for done in ordered) + len(skipped)
     if len(skipped) > (budget := BadBudget(config.max_bad_share).allowed(num_samples)):
@@ -257,32 +223,7 @@ def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> tuple[
             f"{len(skipped):,} of {counted(num_samples, 'sample')} are bad, more than {budget:,} (max_bad_share):"
             f" {reasons(skipped)}"
         )
-    return ordered, is_labelled
-
-
-def _without_unlabelled(done: Done, job: IndexJob) -> Done:
-    rows = read_rows(to_path(job.part))
-    bare = rows.filter(rows["labels"].is_null()).select(["key", "ext"]).to_pylist()
-    skipped = [
-        (printable(row["key"]), printable(f"{job.name}: {row['key']}.{row['ext']}"), f"{NO_LABEL} with a label")
-        for row in bare
-    ]
-    shard = replace(done.shard, samples=done.shard.samples - len(bare))
-    return replace(done, shard=shard, skipped=[*done.skipped, *skipped])
-
-
-def _rows(part: AnyPath, is_labelled: bool, group_pattern: str) -> pa.Table:
-    """The rows of a part file for the manifest: those with labels, or all with empty ones; and their groups."""
-    rows = read_rows(part)
-    labels = rows["labels"]
-    if is_labelled:
-        rows = rows.filter(labels.is_valid())
-    else:
-        rows = with_columns(rows, labels=pc.fill_null(labels, pa.scalar([], labels.type)))
-    if group_pattern:
-        groups = group_finder(group_pattern)(rows["key"].to_pylist())
-        rows = rows.append_column("group", pa.array(groups, pa.string()))
-    return rows
+    return ordered
 
 
 def _finish(
@@ -291,39 +232,20 @@ def _finish(
     results: list[Done],
     names: list[str],
     source: AnyPath,
-    is_labelled: bool,
-    group_pattern: str,
     pixels: Pixels,
 ) -> Dataset:
     kept = {to_path(job.part): done.shard for job, done in zip(jobs, results, strict=True) if done.shard.samples}
     skipped = sorted(row for done in results for row in done.skipped)
     if empty := sorted({job.split for job in jobs} - {shard.split for shard in kept.values()}):
         raise UserError(f"{source}: no tar of split {empty[0]!r} has an image that can be used: {reasons(skipped)}.")
-    if names and not is_labelled:
-        raise UserError(
-            f"{source}: no sample has a label, though class names are given (label_names, or dataset.json beside the"
-            " tars). Leave them out."
-        )
     classes = names or [str(number) for number in range(max(done.num_classes for done in results))]
     write_table(out / SKIPPED, ("key", "where", "reason"), skipped)
+    group_pattern = jobs[0].group_pattern
     about, settings = {"path": str(source), "indexed": True}, {"group_pattern": group_pattern} if group_pattern else {}
-    tables = (_rows(part, is_labelled, group_pattern) for part in kept)
+    tables = map(read_rows, kept)
     unread = sum((Counter(done.left_out) for done in results), Counter[str]())
     dataset = write_dataset(out, [*kept.values()], tables, classes, about, settings, pixels=pixels, left_out=unread)
     of_splits = {split: dataset.table(split).groups() for split in dataset.splits if group_pattern}
     for line in (*describe_groups(of_splits), *describe_left_out(unread)):
         print(line)
     return dataset
-
-
-def _refuse_others(finished: Dataset, results: list[Done]) -> None:
-    """Raises UserError if the tars differ from those of the finished manifest."""
-    found = {done.shard.name: done.shard for done in results if done.shard.samples}
-    known = {shard.name: shard for shard in finished.shards(verify=False)}
-    if others := sorted(name for name in found.keys() | known.keys() if found.get(name) != known.get(name)):
-        raise UserError(
-            f"{finished.shard_path(others[0])} is not as it was, where it was, or of the split that it was of, when"
-            f" {finished.path / INFO} was written. Put back what was there, or remove {INFO} and index again."
-        )
-    if finished.damaged_tables():
-        raise UserError(f"The manifest in {finished.path} is damaged. Remove {INFO}, and index again.")

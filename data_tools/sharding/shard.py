@@ -108,8 +108,6 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
                 f" {changes or 'the same, but with other classes, groups or numbers'}. Choose another out=..., or"
                 " remove the folder."
             )
-        if finished and finished.info.get("class_names") != names:  # They are not part of the listing's digest.
-            raise UserError(f"{out} was made with other synset_names. Give those, or choose another out=...")
         _print_listing(listing, time.monotonic() - started)
         as_listed, to_compare = listing, ""
         if existing:

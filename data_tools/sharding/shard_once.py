@@ -97,9 +97,6 @@ def _shard(images: Path, out: Path) -> None:
     settings = [f"source={images}", f"out={out}", *settings_for(images)]
     command = command_line("shard", *settings)
     print(f"data.path = {images} is a folder of images, which is sharded once into {out}: {command}", flush=True)
-    if "layout=images" in settings and (tables := sorted(images.glob("*.csv"))):
-        other = command_line("shard", f"source={tables[0]}", f"out={out}", f"val_share={_VAL_SHARE}")
-        print(f"note: no labels are read. If {tables[0]} has them, stop, and run first: {other}", flush=True)
     code = subprocess.run(
         [sys.executable, str(_COMMAND), *settings],
         env={name: value for name, value in os.environ.items() if name not in _OF_A_CLUSTER},

@@ -72,8 +72,8 @@ class Done:
 
     state: of the tar when it was written, see `state_of`. read: digest of what the job has read. filled: (key, where)
     of each image that a conversion could not read completely. changed: keys of images that an existing shard has
-    otherwise than the source. num_classes, has_labels: of an indexed tar: 1 + its largest label, and whether any sample
-    has a label, also a bad one. All but `made` and `changed` is the metadata of its part file.
+    otherwise than the source. num_classes: of an indexed tar, 1 + its largest label. All but
+    `made` and `changed` is the metadata of its part file.
     """
 
     shard: Shard
@@ -85,7 +85,6 @@ class Done:
     left_out: dict[str, int] = field(default_factory=dict)
     changed: list[str] = field(default_factory=list)
     num_classes: int = 0
-    has_labels: bool = True
 
 
 @dataclass(frozen=True)

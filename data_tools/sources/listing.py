@@ -394,12 +394,6 @@ class Collector:
         if len(self._rows) == _BATCH:
             self._flush()
 
-    def restart(self) -> None:
-        """Forget all samples, containers and skipped items reported so far."""
-        for reported in (self._parts, self._rows, self.containers, self._mtimes, self.skipped):
-            reported.clear()
-        self._spill = None
-
     def class_folders(self) -> set[str]:
         """Names of the class folders reported so far."""
         return set().union(*self._counts.values())

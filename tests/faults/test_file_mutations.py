@@ -28,7 +28,7 @@ import vtab_originals
 from model_parts import official, randomised
 from raw_images import encoded, jpeg, noise, write_class_tars, write_folder, write_tar, write_zip
 from saving import CONFIG, save_all, tensors
-from test_layouts import binary_batch, cifar10, hugging_face, imagenet1k, python2_batch, python3_batch, table
+from test_layouts import cifar10, hugging_face, imagenet1k, python2_batch, python3_batch, table
 from test_manifest_faults import content_after_a_restart, make
 from timm_files import to_timm
 
@@ -134,7 +134,6 @@ SOURCES = {
     "imagenet1k": source(lambda at: _imagenet1k(at / "raw"), val_labels="val.txt"),
     "cifar, python 2": source(lambda at: write_folder(cifar10(at, python2_batch), at / "c")),
     "cifar, python 3": source(lambda at: write_folder(cifar10(at, python3_batch), at / "c")),
-    "cifar, binary": source(lambda at: write_folder(cifar10(at, binary_batch, ".bin"), at / "c")),
     "parquet": source(lambda at: hugging_face(at / "a.parquet", pa.array([2, 0, 0, 1, 2]), ["a", "b", "c"])),
     "parquet, text": source(lambda at: hugging_face(at / "a.parquet", pa.array(list("abcab")))),
     "csv": source(lambda at: table(write_folder(FILES, at / "l") / "l.csv", [(name, name[:3]) for name in FILES])),

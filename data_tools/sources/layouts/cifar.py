@@ -1,7 +1,7 @@
-"""CIFAR-10 and CIFAR-100 (fine labels) as published: python or binary version, as .tar.gz or unpacked.
+"""CIFAR-10 and CIFAR-100 (fine labels) as published: python version, as .tar.gz or unpacked.
 
-Both versions hold raw pixels, 3 planes of 32x32, which are read in place; in a pickle the offset of the pixel array is
-looked up. A pickle can run any code: only the calls that build a NumPy array are allowed.
+Its pickles hold raw pixels, 3 planes of 32x32, which are read in place, at the offset of the pixel array. A pickle can
+run any code: only the calls that build a NumPy array are allowed.
 """
 
 import io
@@ -10,8 +10,6 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from data_tools.sources.labels import ClassNumbers, read_names
 from data_tools.sources.layouts.archive import damage_named, tar_members
@@ -24,13 +22,11 @@ from pipeline.settings.commands.data import ShardConfig
 
 SPLITS = {"train": "train", "test": "test"}
 _BYTES = 3 * 32 * 32
-_BATCHES = [f"data_batch_{number}" for number in range(1, 6)]
-# File names of each split, in the python and binary versions.
-_TRAIN = {*_BATCHES, *(f"{name}.bin" for name in _BATCHES), "train", "train.bin"}
-_TEST = {"test_batch", "test_batch.bin", "test", "test.bin"}
-_NAMES = {"batches.meta", "batches.meta.txt", "meta", "fine_label_names.txt"}
-FILES = _TRAIN | _TEST | _NAMES
-_OF_CIFAR100 = {"train", "train.bin", "test", "test.bin"}
+# File names of each split, of CIFAR-10 and CIFAR-100; and of class names, with the key of these.
+_TRAIN = {"train", *(f"data_batch_{number}" for number in range(1, 6))}
+_TEST = {"test_batch", "test"}
+_NAMES = {"batches.meta": "label_names", "meta": "fine_label_names"}
+FILES = {*_TRAIN, *_TEST, *_NAMES}
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ class _BatchFile:
 
 def is_cifar(names: set[str]) -> bool:
     """Whether files of these names (without folders) are CIFAR: they include a test file and a file of class names."""
-    return bool(names & _TEST) and bool(names & _NAMES)
+    return bool(names & _TEST) and bool(names & _NAMES.keys())
 
 
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
@@ -69,13 +65,12 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
         for file in (files[name] for name in found):
             if file.path not in containers:
                 containers[file.path] = collector.add_container(file.path)
-            stem = file.name.removesuffix(".bin")
             with damage_named(file, Exception):  # A damaged pickle may raise any exception.
-                images = list((_of_pickle if stem == file.name else _of_binary)(file))
+                images = list(_images(file))
             for number, (label, offset) in enumerate(images):
                 name = numbers.name(label, f"{file}, image {number}")
                 place = (file.name, containers[file.path], file.offset + offset, _BYTES, PIXELS)
-                collector.sample(split, f"{name}/{stem}_{number:05d}", [name], *place)
+                collector.sample(split, f"{name}/{file.name}_{number:05d}", [name], *place)
     collector.classes = numbers.classes()
 
 
@@ -95,31 +90,13 @@ def _files(source: AnyPath) -> Iterator[_BatchFile]:
 def _class_names(files: dict[str, _BatchFile], label_names: str) -> list[str]:
     if label_names:
         return read_names(label_names, "label_names")
-    for name, key in (("batches.meta", "label_names"), ("meta", "fine_label_names")):
-        if name in files:
-            with damage_named(files[name], Exception):
-                return [_text(name) for name in _unpickle(files[name])[key]]
-    for name in ("batches.meta.txt", "fine_label_names.txt"):
-        if name in files:
-            with damage_named(files[name], UnicodeDecodeError):
-                return files[name].read().decode().split()
+    for name in files.keys() & _NAMES.keys():
+        with damage_named(files[name], Exception):
+            return [_text(text) for text in _unpickle(files[name])[_NAMES[name]]]
     return []
 
 
-def _of_binary(file: _BatchFile) -> Iterator[tuple[int, int]]:
-    """(label, offset of the pixels) of each image. A record is a label (CIFAR-100: coarse, then fine) and the
-    pixels.
-    """
-    num_labels = 2 if file.name in _OF_CIFAR100 else 1
-    record = num_labels + _BYTES
-    if file.size % record or not file.size:
-        raise ValueError(f"{file.size:,} bytes, not a multiple of the record's {record:,}")
-    labels = np.frombuffer(file.read(), np.uint8).reshape(-1, record)[:, num_labels - 1]
-    for number, label in enumerate(labels.tolist()):
-        yield label, number * record + num_labels
-
-
-def _of_pickle(file: _BatchFile) -> Iterator[tuple[int, int]]:
+def _images(file: _BatchFile) -> Iterator[tuple[int, int]]:
     """(label, offset of the pixels) of each image."""
     batch = _unpickle(file)
     labels, data = batch.get("fine_labels") or batch["labels"], batch["data"]

@@ -2,6 +2,7 @@
 labels.
 """
 
+import contextlib
 import itertools
 import re
 import tarfile
@@ -12,24 +13,27 @@ from typing import Any, BinaryIO
 
 from data_tools.sources.labels import ClassNumbers, read_names, refuse_other_names
 from data_tools.sources.layouts.archive import Member, damage_named, tar_members
-from data_tools.sources.listing import NOT_UTF8, Collector, Few
+from data_tools.sources.listing import NOT_UTF8, Collector
 from data_tools.sources.reader import read_at
 from data_tools.sources.split_files import split_files
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
+from pipeline.data.dataset.manifest import INFO, open_dataset
 from pipeline.data.loading.decode import ARRAYS, EXTENSIONS
 from pipeline.data.storage.bucket import AnyPath, file_size, is_utf8
 from pipeline.settings.commands.data import ShardConfig
 
-NO_LABEL = "no .cls and no .json"
+_NO_LABEL = "no .cls and no .json"
+_LABEL = "it has a label, but the first samples have none (label_names=FILE says that there are labels)"
 _LABEL_KEYS = ("labels", "label", "cls")
 _NO_LABEL_IN_JSON = f".json: no whole numbers under any of {', '.join(_LABEL_KEYS)}"
 _NO_IMAGE = "no image beside it; the files of a sample follow one another, as 1.jpg 1.cls 2.jpg 2.cls"
 _OTHER_NAME = "an extension begins at the first dot of a name; that of a sample's image is jpg, png, ... alone"
 _TWICE = "a second file of this name in a sample; webdataset refuses such tars"
 _MEMBERS_TO_LOOK_AT = 16
+# How many tars, and samples of each, are looked at to see what samples are.
+_PROBED_TARS, _PROBED_SAMPLES = 8, 6
 # Names that tools such as img2dataset give to shards: 00000.tar, train-000000.tar.
 _NUMBERED = re.compile(r"(.*[-_])?\d{5,}\.tar")
 # Limit of a label file; a .json may also hold captions and boxes.
@@ -54,89 +58,64 @@ class TarSample:
     fault: str
     has_label_file: bool = True
 
-    @property
-    def is_unlabelled(self) -> bool:
-        """Whether it can be used, except for the missing label."""
-        return not self.has_label_file and self.fault in (NO_LABEL, _NO_LABEL_IN_JSON)
+    def fault_of(self, is_labelled: bool) -> str:
+        """Why it cannot be used in a data set with or without labels; else empty."""
+        if is_labelled or not (self.has_label_file or self.fault in (_NO_LABEL, _NO_LABEL_IN_JSON)):
+            return self.fault
+        return _LABEL * self.has_label_file
 
 
 def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
-    """Report every sample of every *.tar below source to the collector. Class names: label_names, else the numbers.
-
-    Samples without a label are used if no sample of the source has one.
-    """
+    """Report every sample of every *.tar below source to the collector. Class names: label_names, else the numbers."""
     files = split_files(source, collector.splits, ".tar")
     names = known_class_names(source, files, config.label_names)
-    if not names and not _report(files, None, collector):
-        collector.is_labelled = False
-        return
-    collector.restart()
-    if not _report(files, ClassNumbers(names), collector) and names:
-        raise UserError(
-            f"{source}: no sample has a label, though class names are given (label_names, or dataset.json beside the"
-            " tars). For images without labels: layout=images."
-        )
-
-
-def _report(files: list[tuple[str, str, AnyPath]], numbers: ClassNumbers | None, collector: Collector) -> bool:
-    """Report every sample. Returns whether any has a label, even one that cannot be read. Without numbers, stops at the
-    first that has one.
-    """
-    has_labels, bare = False, Few()
+    collector.is_labelled = bool(names) or any(
+        sample.has_label_file for *_, sample in first_samples([path for *_, path in files])
+    )
+    numbers = ClassNumbers(names)
     for split, tar, path in files:
         container = collector.add_container(path)
         with path.open("rb") as file:
             for sample in complete_samples(file, path):
                 where = f"{tar}: {sample.name}"
-                has_labels = has_labels or sample.has_label_file
-                if numbers is None and has_labels:
-                    return True
-                if not sample.fault or (numbers is None and sample.is_unlabelled):
-                    names = [numbers.name(label, where) for label in sample.labels] if numbers else []
-                    collector.sample(split, sample.key, names, where, container, sample.offset, sample.size)
-                elif sample.fault == NO_LABEL:
-                    bare.add(f"{where} ({sample.fault})")
+                if fault := sample.fault_of(collector.is_labelled):
+                    collector.skip(where, fault)
                 else:
-                    collector.skip(where, sample.fault)
-    if bare.count:
-        collector.notes.append(f"ignored {bare.counted('sample')}: {bare}")
-    if numbers:
-        collector.classes = numbers.classes()
-    return has_labels
+                    classes = [numbers.name(label, where) for label in sample.labels]
+                    collector.sample(split, sample.key, classes, where, container, sample.offset, sample.size)
+    collector.classes = numbers.classes()
+
+
+def first_samples(tars: list[AnyPath]) -> Iterator[tuple[BinaryIO, AnyPath, TarSample]]:
+    """(open tar, its path, sample) of the first samples of some tars, evenly over all, which say what all are."""
+    for number in sorted({len(tars) * n // _PROBED_TARS for n in range(_PROBED_TARS)}):
+        path = tars[number]
+        with path.open("rb") as file, contextlib.suppress(UserError):  # A damaged tar is named when it is read whole.
+            for sample in itertools.islice(complete_samples(file, path), _PROBED_SAMPLES):
+                yield file, path, sample
 
 
 def known_class_names(source: AnyPath, files: list[tuple[str, str, AnyPath]], label_names: str) -> list[str]:
-    """Class names from the file label_names, else from the dataset.json in source, else from those beside the tars
-    (`split_files`), else empty.
+    """Class names from the file label_names, else from the dataset.json in source or beside the tars (`split_files`),
+    else empty.
 
     Raises UserError for tars of data sets with different classes: one number would be two of them.
     """
     if label_names:
         return read_names(label_names, "label_names")
-    found = _data_sets(source, files)
-    names = {folder: dataset.classes for folder, dataset in found.items() if dataset.classes}
-    first, of_first = next(iter(names.items()), (source, []))
-    for folder in dict.fromkeys(path.parent for *_, path in files) if names and source not in found else ():
-        if folder in names or folder not in found:  # Not those of a data set without labels.
-            refuse_other_names(f"The tars in {folder}", names.get(folder, []), str(first), of_first)
-    return of_first
-
-
-def _data_sets(source: AnyPath, files: list[tuple[str, str, AnyPath]]) -> dict[AnyPath, Dataset]:
-    """The data sets that the tars are of, by folder: that of source, else those beside the tars."""
-    folders = [source] if (source / INFO).is_file() else dict.fromkeys(path.parent for *_, path in files)
-    return {folder: open_dataset(folder) for folder in folders if (folder / INFO).is_file()}
+    folders = dict.fromkeys([source, *(path.parent for *_, path in files)])
+    named = {folder: open_dataset(folder).classes for folder in folders if (folder / INFO).is_file()}
+    first = next(iter(named), source)
+    for folder, names in named.items():
+        refuse_other_names(f"The tars in {folder}", names, str(first), named[first])
+    return named.get(first, [])
 
 
 def is_shard(path: AnyPath) -> bool:
-    """Whether there are labels among the first members of a tar, or captions (.txt) if its name is that of a shard."""
+    """Whether there are labels or captions (.cls, .json) among the first members of a tar."""
     with path.open("rb") as file:
         members = list(itertools.islice(tar_members(file, 0, file_size(path)), _MEMBERS_TO_LOOK_AT))
-    parts = [split_name(member.name) for member in members if not member.is_folder]
-    if any(ext in ("cls", "json") for _, ext in parts):
-        return True
-    captions = {key for key, ext in parts if ext == "txt"}
-    return is_numbered(path) and any(key in captions and f".{ext}" in EXTENSIONS for key, ext in parts)
+    return any(split_name(member.name)[1] in ("cls", "json") for member in members if not member.is_folder)
 
 
 def is_numbered(path: AnyPath) -> bool:
@@ -163,7 +142,7 @@ def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> 
     for key, group in itertools.groupby(parts, key=lambda part: part[0]):
         image: Member | None = None
         instead: dict[str, Member] = {}  # Reason why there is no image -> the first file that it is said of.
-        labels, fault, has_label_file, is_array = [], NO_LABEL, False, False
+        labels, fault, has_label_file, is_array = [], _NO_LABEL, False, False
         twice, extensions = None, set[str]()
         for _, ext, member in group:
             twice = member if ext in extensions else twice

@@ -193,12 +193,6 @@ class ShardConfig(ImagesConfig):
         for name in ("val_share", "holdout_per_class", "min_images"):
             if getattr(self, name) and "train" not in self.splits:
                 raise UserError(f"{name} needs a split 'train', but splits has only {', '.join(self.splits)}.")
-        needs_classes = ("label_names", "class_list", "min_images", "holdout_per_class", "synset_names")
-        for name in needs_classes if self.layout == "images" else ():
-            if getattr(self, name):
-                raise UserError(
-                    f"{name} = {getattr(self, name)} needs classes, and layout=images has none. Leave it out."
-                )
 
 
 class VtabPrepareConfig(JobConfig):

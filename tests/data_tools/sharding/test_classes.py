@@ -83,31 +83,16 @@ def test_a_sample_without_a_label_loses_none(tmp_path: Path) -> None:
     assert ruled(tmp_path / "list.csv", class_list=text(tmp_path, "cat")).table["labels"].to_pylist() == [[0], []]
 
 
-def test_names_that_look_the_same_are_named(tmp_path: Path) -> None:
-    """An accent in one character or two (macOS), case, and spaces."""
-    files = [
-        "train/caf\u00e9/1.jpg",
-        "train/Sea lion/2.jpg",
-        "train/sea_lion/3.jpg",
-        "train/owl/4.jpg",
-        "val/owl/5.jpg",
-    ]
-    source, splits = write_folder(dict.fromkeys(files, b"x"), tmp_path / "raw"), {"train": "train", "val": "val"}
-    assert odd_classes(ruled(source, splits=splits))[0].startswith(
-        "'Sea lion' and 'sea_lion': these names differ in case"
-    )
-    write_folder({"val/cafe\u0301/6.jpg": b"x"}, source)
-    with pytest.raises(UserError, match=r"no image of 1 of .* class_list=FILE\."):
-        ruled(source, splits=splits)
+def test_classes_with_few_images_are_named(zoo: Path) -> None:
+    assert odd_classes(ruled(zoo)) == ["1 class with at most one image in train: ant"]
 
 
 def test_readable_names(tmp_path: Path) -> None:
     path = text(tmp_path, "n02 tench, Tinca tinca\nn01\tgold fish\n")
     assert readable_names(["n01", "n02", "n03"], path) == ["gold fish", "tench, Tinca tinca", "n03"]
     assert readable_names(["n01"], "") is None
-    path = text(tmp_path, "n01 crane\nn01 crane\nn02 tench\nn01 heron\n")
-    with pytest.raises(UserError, match=r"synset_names = .* names 'n01' twice, 'crane' and 'heron'"):
-        readable_names(["n01"], path)
+    with pytest.raises(UserError, match="synset_names"):
+        readable_names(["n09"], path)
 
 
 def test_names_and_rules_are_in_the_data_set(ray_cluster: int, tmp_path: Path) -> None:
@@ -120,9 +105,6 @@ def test_names_and_rules_are_in_the_data_set(ray_cluster: int, tmp_path: Path) -
     assert (dataset.classes, dataset.class_names) == (["n01", "n02"], ["cat", "dog"])
     assert dataset.info["samples"] == {"train": 3, "val": 2}
     assert dataset.info["settings"]["min_images"] == 1
-    for names in (text(tmp_path, "n01 cat\nn02 wolf\n"), ""):
-        with pytest.raises(UserError, match="synset_names"):
-            shard.run(settings(source, tmp_path / "out", **{**others, "synset_names": names}))
     for changed in ({"min_images": 0, "holdout_per_class": 0}, {"holdout_per_class": 2, "min_images": 2}):
         with pytest.raises(UserError, match="was made with holdout_per_class = 1, not"):
             shard.run(settings(source, tmp_path / "out", **{**others, **changed}))

@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +55,7 @@ def check(dataset: Dataset) -> None:
     }
 
 
-def test_beside_the_tars_and_elsewhere(ray_cluster: int, tmp_path: Path, capfd) -> None:
+def test_beside_the_tars_and_elsewhere(ray_cluster: int, tmp_path: Path) -> None:
     source = tars(tmp_path / "tars")
     before = contents(source)
     here = run(config(source))
@@ -74,16 +73,15 @@ def test_beside_the_tars_and_elsewhere(ray_cluster: int, tmp_path: Path, capfd) 
     assert there.classes == ["a", "b", "c"]
     assert contents(source) == before
     check(there)
-    capfd.readouterr()
-    run(config(source, tmp_path / "there"))
-    assert "checked 3 tars: nothing to do" in capfd.readouterr().out
+    with pytest.raises(UserError, match=r"there has a manifest.*launch/verify\.py"):
+        run(config(source, tmp_path / "there"))
 
     # The manifest of what we wrote ourselves has the fingerprint it had, wherever it is.
     moved = run(config(source, tmp_path / "moved/far/away", label_names=str(tmp_path / "names.txt")))
     assert moved.fingerprint == there.fingerprint
 
 
-def test_a_tar_that_changed_is_named_and_a_part_is_taken_again(ray_cluster: int, tmp_path: Path) -> None:
+def test_a_damaged_tar_is_named_and_a_part_is_taken_again(ray_cluster: int, tmp_path: Path) -> None:
     source = tars(tmp_path / "tars")
     out = tmp_path / "out"
     whole = (source / "val-0.tar").read_bytes()
@@ -95,11 +93,6 @@ def test_a_tar_that_changed_is_named_and_a_part_is_taken_again(ray_cluster: int,
     (source / "val-0.tar").write_bytes(whole)
     run(config(source, out))
     assert not (out / ".parts").exists()
-    with pytest.raises(UserError, match=r"val-0.tar is not as it was.*the split"):
-        run(replace(config(source, out), splits={"train": "", "dev": "val-"}))
-    write_tar({"1.jpg": jpeg(1), "1.cls": b"0"}, source / "train-0.tar")
-    with pytest.raises(UserError, match=r"train-0.tar is not as it was"):
-        run(config(source, out))
 
 
 def test_a_tar_that_the_machine_fails_to_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +142,7 @@ def test_tars_of_formats_that_phones_and_web_sites_write(tmp_path: Path) -> None
     source = write_tar(images, tmp_path / "a.tar")
     for whole in (False, True):
         table = tmp_path / f"{whole}.parquet"
-        done = index_tar(IndexJob(str(source), "a.tar", "train", str(table), whole, 1))
+        done = index_tar(IndexJob(str(source), "a.tar", "train", str(table), whole, 1, is_labelled=False))
         assert [key for key, _, _ in done.skipped] == ["6", "7", "8"]
         rows = read_rows(table).select(["ext", "width", "height"]).to_pylist()
         assert [tuple(row.values()) for row in rows] == [

@@ -112,15 +112,6 @@ def test_images_that_cannot_be_sharded_stop_the_run(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"raw", "weights.npz"}
 
 
-def test_a_table_beside_images_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It may have the labels. The damaged zip ends this before Ray starts."""
-    files = {"1.jpg": _ONE_IMAGE, "labels.csv": b"id,label\n", "more.zip": b"PK\3\4"}
-    photos = write_folder(files, tmp_path / "photos")
-    with pytest.raises(UserError, match=r"data\.path"):
-        shard_once(str(photos))
-    assert f"source={photos}/labels.csv" in capfd.readouterr().out
-
-
 def test_a_folder_that_was_not_sharded_is_refused_with_the_command(tmp_path: Path) -> None:
     photos = write_folder({"cat/1.jpg": _ONE_IMAGE}, tmp_path / "my photos")
     with pytest.raises(UserError, match=r"'source=.*/my photos' 'out=.*/my photos_shards'"):

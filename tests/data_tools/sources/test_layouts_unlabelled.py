@@ -11,8 +11,6 @@ from raw_images import jpeg, write_folder, write_tar, write_zip
 from test_layouts import listed, refused, samples, table
 
 from data_tools.sources import Listing
-from pipeline.base.errors import UserError
-from pipeline.settings.commands.data import ShardConfig
 
 # The same names in several folders, a folder in a folder, one at the top, and what is no image.
 PHOTOS = {
@@ -103,12 +101,6 @@ def test_images_beside_few_in_folders_are_not_left_out(tmp_path: Path) -> None:
     assert listing.notes == []
 
 
-@pytest.mark.parametrize(("name", "value"), [("class_list", "names.txt"), ("min_images", 3)])
-def test_settings_of_classes_are_refused(name: str, value: object) -> None:
-    with pytest.raises(UserError, match=f"{name} = {value} .*layout=images"):
-        ShardConfig(source="x", out="y", layout="images", **{name: value}).check()
-
-
 # --- tables without a label column
 
 
@@ -145,30 +137,27 @@ def test_parquet_of_images_alone(tmp_path: Path) -> None:
 # --- tars of others
 
 
-def _img2dataset(at: Path, with_json: bool = True) -> Path:
+def _img2dataset(at: Path) -> Path:
     at.mkdir()
     for number in range(2):
         files: dict[str, bytes] = {}
         for i in (0, 1):
             key = f"{number:05d}{i:04d}"
             caption = json.dumps({"caption": "a cat", "key": key, "status": "success", "sha256": "x"}).encode()
-            files |= {f"{key}.jpg": jpeg(10 * number + i), f"{key}.txt": b"a cat"} | (
-                {f"{key}.json": caption} if with_json else {}
-            )
+            files |= {f"{key}.jpg": jpeg(10 * number + i), f"{key}.txt": b"a cat", f"{key}.json": caption}
         write_tar(files, at / f"{number:05d}.tar")
         pq.write_table(pa.table({"url": ["u", "v"], "caption": ["a cat", "a cat"]}), at / f"{number:05d}.parquet")
         (at / f"{number:05d}_stats.json").write_text("{}")
     return at
 
 
-@pytest.mark.parametrize("with_json", [True, False])
-def test_shards_of_captions(with_json: bool, tmp_path: Path) -> None:
-    listing = listed(_img2dataset(tmp_path / "raw", with_json))
+def test_shards_of_captions(tmp_path: Path) -> None:
+    listing = listed(_img2dataset(tmp_path / "raw"))
     assert unlabelled(listing) == {f"{n:05d}{i:04d}": jpeg(10 * n + i) for n in (0, 1) for i in (0, 1)}
 
 
 def test_tars_of_which_some_have_labels_use_those_alone(tmp_path: Path) -> None:
-    """As ever, wherever the first label is; layout=images uses all images and no label."""
+    """The others are bad images; layout=images uses all images and no label. Late labels are bad ones."""
     source = tmp_path / "raw"
     source.mkdir()
     write_tar({"1.jpg": jpeg(1), "2.jpg": jpeg(2)}, source / "a.tar")
@@ -176,8 +165,16 @@ def test_tars_of_which_some_have_labels_use_those_alone(tmp_path: Path) -> None:
     listing = listed(source, layout="webdataset")
     assert samples(listing) == {"4": ("train", ("1",), jpeg(4))}
     assert listing.containers == [str(source / name) for name in ("a.tar", "b.tar")]
-    assert [note for note in listing.notes if note.startswith("ignored 3 samples: a.tar: 1.jpg (no .cls and no .json)")]
+    assert [where for _, where, _ in listing.skipped] == ["a.tar: 1.jpg", "a.tar: 2.jpg", "b.tar: 3.jpg"]
     assert set(unlabelled(listed(source, layout="images"))) == {"a/1", "a/2", "b/3", "b/4"}
+    write_tar({f"{i}.{ext}": data for i in range(9) for ext, data in _late(i).items()}, tmp_path / "c.tar")
+    listing = listed(tmp_path / "c.tar", layout="webdataset")
+    assert len(unlabelled(listing)) == 8
+    assert listing.skipped[0][1] == "c.tar: 8.jpg"
+
+
+def _late(number: int) -> dict[str, bytes]:
+    return {"jpg": jpeg(number), **({"cls": b"1"} if number == 8 else {})}
 
 
 @pytest.mark.parametrize("label", ['"cat"', "3.0", "true", '["cat"]', "[0, null]"])

