@@ -15,7 +15,6 @@ from pathlib import Path
 
 import cv2
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from data_tools.driver import remove_leftovers
 from data_tools.sharding.copies import copy_notes, exact_copies

@@ -9,8 +9,6 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -47,10 +45,9 @@ def gallery(
     rows: Sequence[Sequence[Tile | None]],
     title: str,
     note: str = "",
-    bar: str = "",
     legend: Sequence[tuple[str, Any]] = (),
 ) -> Figure:
-    """Tiles in rows; None leaves a place empty. bar: label of a colour bar from 0 to the largest value; empty for none.
+    """Tiles in rows; None leaves a place empty.
 
     legend: (name, colour) of each square at the foot of the page.
     """
@@ -58,7 +55,7 @@ def gallery(
     width = columns * _PLACE
     note = textwrap.fill(note, int(width / 0.063))
     num_lines = sum(max((len(tile.wrapped) for tile in row if tile), default=0) for row in rows)
-    foot = note.count("\n") + 4 + 6 * bool(bar) + 2 * len(legend) / columns
+    foot = note.count("\n") + 4 + 2 * len(legend) / columns
     figure = Figure(figsize=(width, len(rows) * _PLACE + (num_lines + foot) * _LINE), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=TITLE, weight="bold", parse_math=False)
     places = figure.subplots(len(rows), columns, squeeze=False)
@@ -79,11 +76,6 @@ def gallery(
         add_legend(figure, handles=squares, title=note, title_fontsize=TEXT, **look)
     else:
         figure.supxlabel(note, x=0.01, ha="left", fontsize=TEXT, color=GREY, parse_math=False)
-    if bar:
-        scale = ScalarMappable(Normalize(0, 1), MAP)
-        colours = figure.colorbar(scale, ax=places, location="bottom", ticks=[0, 1], aspect=40)
-        colours.ax.set_xticklabels(["0", "largest"], fontsize=SMALL)
-        colours.set_label(bar, fontsize=TEXT)
     return figure
 
 

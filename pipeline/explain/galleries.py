@@ -23,7 +23,7 @@ from pipeline.model import ViTConfig
 _MAX_MAPS = 12  # of one image in a row
 _RIGHT, _WRONG = "#14713a", "#b8252a"
 _SHARE_RIGHT = 0.25  # Places on the sheet of predictions that are kept for right ones.
-_OWN_SCALE = "Each map is scaled to its own largest value."
+_OWN_SCALE = "Each map is scaled to its own largest value, which is yellow; violet is 0."
 
 
 def draw_attention(attention: Attention, config: ViTConfig, layer: str, head: str, inputs: Sequence[Tile]) -> Figure:
@@ -43,7 +43,7 @@ def draw_attention(attention: Attention, config: ViTConfig, layer: str, head: st
     title = "Attention of the class token" if config.pool in ("token", "both") else "Attention, mean of all patches"
     if POOLING in layers:
         title = f"Attention of the pool's query{'; of blocks, the mean of all patches' if len(layers) > 1 else ''}"
-    return gallery(rows, title, _OWN_SCALE, bar="attention")
+    return gallery(rows, title, _OWN_SCALE)
 
 
 def choose_maps(attention: Attention, layer: str, head: str) -> tuple[Tensor, list[str], list[str]]:

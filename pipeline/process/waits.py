@@ -101,8 +101,6 @@ class Work:
 
     def __exit__(self, *_: object) -> None:
         self._board.work.remove(self)
-        for outer in self._board.work[-1:]:  # It was not silent until now.
-            outer.next_line = max(outer.next_line, time.monotonic() + NOTICE_SECONDS)
         if self._bar is not None:
             self._bar.close()
 

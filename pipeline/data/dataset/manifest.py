@@ -286,8 +286,6 @@ def open_dataset(path: str | AnyPath, storage: Storage | None = None) -> Dataset
         path = beside if (beside / INFO).exists() else path
         command = command_line("shard", f"source={path}", f"out={beside}")
         remedy = f"If {path} holds images, shard them: {command} . {remedy}"
-        if path.is_file():
-            raise UserError(f"{path} is a file, not a data set. {remedy}")
     if not path.exists():
         way_out = f"Shard it first: python launch/shard.py source=... out={path}"
         raise UserError(missing(str(path), "data set", way_out))

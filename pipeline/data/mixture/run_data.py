@@ -33,8 +33,8 @@ class RunData:
 
     own: the data set data.path. dataset: the same one; in a mixture it has the classes of all sets whose labels are
     read, its own first.
-    split: what is trained on. evaluated: name, as in `DataConfig.evaluated`, -> split of `own`. eval_split: see
-    `held_out_split`.
+    split: what is trained on. evaluated: name -> split of `own`, first the one that is held out, then those of
+    data.eval_also. eval_split: see `held_out_split`.
     epoch_samples: samples of training in an epoch: so many use the training split of data.path once, at its first
     share. targets: names of the numbers that are learned, which all splits have in this order; [] for none.
     """

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.base.errors import UserError
 from pipeline.base.locks import FileLock, locked
 from pipeline.base.words import counted
 from pipeline.data.storage.bucket import BucketPath
@@ -36,12 +35,7 @@ class ShardCache:
 
     def __init__(self, folder: Path, max_bytes: int, in_use_seconds: float = 60.0) -> None:
         self.folder, self.max_bytes, self.in_use_seconds = folder, max_bytes, in_use_seconds
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"data.cache = {folder} cannot be created ({error.strerror}). Choose another folder."
-            ) from None
+        folder.mkdir(parents=True, exist_ok=True)
 
     def open(self, path: BucketPath, size: int, sha256: str) -> int | None:
         """A file descriptor of the shard at `path`, downloaded if needed; None without room. The caller closes it.
