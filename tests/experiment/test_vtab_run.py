@@ -67,7 +67,7 @@ def test_what_is_done_is_not_run_again_and_another_sweep_is_refused(
     assert "3 runs, 3 of them done" in capsys.readouterr().out
 
     said = refused(finished, prepared, "protocol.lr=[0.2]", "precision=bf16")
-    assert "holds another experiment: protocol.lr was [0.1], is [0.2] in this sweep; " in said
+    assert "holds another experiment: protocol.lr was [0.1], is [0.2] in this sweep, " in said
     assert "precision was fp32, is bf16" in said
     models.save(models.create("ViT-mu/4", 8, 7, seed=1), tmp_path / "other.pt")
     assert "checkpoint_sha256 was " in refused(finished, prepared, f"weights={tmp_path / 'other.pt'}")
