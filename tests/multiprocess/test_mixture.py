@@ -65,7 +65,7 @@ def test_a_resumed_run_that_adds_a_set_is_the_whole_one(runs: tuple[Path, str]) 
         assert len(metrics(folder / "parts", name)) == 2, name
     page = json.loads((folder / "whole" / "run.json").read_text())
     evaluated = [(of["name"], of["split"]) for of in page["facts"]["datasets"] if of["context"] == "evaluation"]
-    assert evaluated == [("a", "val"), ("a", "train"), ("b", "val")]
+    assert evaluated == [("a", "val"), ("b", "val")]
     whole, parts = (
         load_file(folder / name / "checkpoints" / "step-00000006" / "model.safetensors") for name in ("whole", "parts")
     )
