@@ -1,6 +1,6 @@
 """What a run can learn: `objective.py` is the interface, classification.py the objective to read first.
 
-Imports architecture/, model/, data/loading, settings/, checkpoint/, monitor/ and base/. Used by most rooms.
+Imports architecture/, model/, data/loading, settings/, checkpoint/ and base/. Used by most rooms.
 """
 
 import importlib
@@ -64,8 +64,6 @@ def best_from(config: RunConfig, num_classes: int | None = None) -> str:
     }
     if best and best not in rankable:
         possible = f"must be one of {', '.join(rankable)}" if rankable else "must be empty: nothing is measured"
-        if not config.data.evaluated and _own(config).metrics(config):
-            possible += "; data.dev_share=0.01 would hold out images to measure it on"
         raise UserError(f"checkpoint.best = {quoted(best)} {possible}.")
     return rankable.get(best, "")
 
@@ -113,7 +111,7 @@ def without_effect(config: RunConfig) -> list[str]:
     """A line for each reason for which settings of a run, or of its objective, have no effect."""
     objective = _own(config)
     of_objective = schema.without_effect(objective.settings(config), "objective.")
-    return schema.without_effect(config) + config.without_effect() + of_objective
+    return schema.without_effect(config) + of_objective
 
 
 def teacher_digest(config: RunConfig) -> str:

@@ -56,18 +56,15 @@ class Distill(TaughtObjective):
         """
         given: DistillSettings = cls.settings(config)
         saved = cls.published(config).config
-        without = [
-            name for name, one in (("the model", model), ("objective.teacher", saved)) if not isinstance(one, ViTConfig)
-        ]
-        if without and given.patch_weight:
-            raise UserError(
-                f"objective.patch_weight = {given.patch_weight} compares patch tokens, and {' and '.join(without)} has"
-                " none: set objective.patch_weight=0."
-            )
         size = model.image_size
         if isinstance(model, ViTConfig) and isinstance(saved, ViTConfig):
             height, width = (n * saved.patch_pixels for n in model.grid)
             size = height, width
+        elif given.patch_weight:
+            raise UserError(
+                f"objective.patch_weight = {given.patch_weight} compares patch tokens, and a ResNet has none: set"
+                " objective.patch_weight=0."
+            )
         return {"image_size": size, "num_classes": 0, "representation": False}
 
     @classmethod

@@ -51,10 +51,6 @@ class MaskedPatches(Objective):
                 f"train.loss = {loss} starts with a new model: set model.name, and leave out init.weights. To fine-tune"
                 " its weights, use launch/finetune.py with train.loss=softmax."
             )
-        if (config.model.name or "").startswith("BiT-"):
-            raise UserError(
-                f"train.loss = {loss} predicts patches, and {config.model.name} has none. Use a ViT or a hybrid."
-            )
         super().check(config)
 
     @classmethod

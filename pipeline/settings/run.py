@@ -762,15 +762,6 @@ class RunConfig(Settings):
             )
         return min(share, Fraction(1))
 
-    def without_effect(self) -> list[str]:
-        """A line for each setting that a value of another section takes its effect from; what must be set is named by
-        its `needs`.
-        """
-        decay, freeze = self.optimizer.layer_decay, self.train.freeze
-        if decay == 1 or freeze not in _FREEZE_ALL_BLOCKS:
-            return []
-        return [f"optimizer.layer_decay = {decay:g} has no effect with train.freeze = {freeze}, which trains no block"]
-
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError with the arithmetic."""
         check_augment(self.augment, "augment.", "model.image_size", self.model.image_size)

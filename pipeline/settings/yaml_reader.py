@@ -52,8 +52,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         with naming(path):
             tree = parse_yaml(shipped(path).read_text("utf-8"))
-    except IsADirectoryError:
-        raise UserError(f"{path} is a folder. Name one file of settings in it.") from None
     except FileNotFoundError:
         raise UserError(missing(path, "config file", "Shipped ones are in configs/.")) from None
     except ValueError as error:  # Also raised for bytes that are not UTF-8.

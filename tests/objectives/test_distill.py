@@ -144,7 +144,7 @@ def test_a_resnet_teaches_its_feature_alone(tmp_path: Path) -> None:
     save(build(configure("BiT-R50x1", 32, 10, width=32)), tmp_path / "bit.pt")
     with pytest.raises(
         UserError,
-        match=r"patch_weight = 1.0 compares patch tokens, and objective.teacher has none: set objective.patch_weight=0",
+        match=r"patch_weight = 1.0 compares patch tokens, and a ResNet has none: set objective.patch_weight=0",
     ):
         objectives.check(run(tmp_path / "bit.pt"))
     objective = create(run(tmp_path / "bit.pt", "objective.patch_weight=0"))

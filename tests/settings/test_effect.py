@@ -64,7 +64,6 @@ def test_no_shipped_run_has_a_setting_without_effect(path: Path) -> None:
         (["augment.crop=none", "augment.area_min=0.3"], ["augment.area_min", "augment.crop"]),
         (["schedule.decay=constant", "schedule.final=0.1"], ["schedule.final", "schedule.cooldown"]),
         (["schedule.decay=constant", "schedule.final=0.1", "schedule.cooldown=10%"], []),
-        (["optimizer.layer_decay=0.75", *WEIGHTS, "train.freeze=backbone"], ["optimizer.layer_decay", "train.freeze"]),
         (
             ["train.loss=lejepa", "objective.local_views=0", "objective.local_size=64"],
             ["objective.local_size", "objective.local_views"],

@@ -312,7 +312,7 @@ def test_a_required_setting_that_is_empty_is_refused(tmp_path: Path) -> None:
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere\.yaml: no such config file"):
         schema.load(RunConfig, tmp_path / "nowhere.yaml")
-    with pytest.raises(UserError, match=f"{tmp_path} is a folder"):
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
         schema.load(RunConfig, tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="is not valid YAML"):

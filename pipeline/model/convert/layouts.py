@@ -97,8 +97,6 @@ class Layout:
         self.units = [(i + self.flax, j + self.flax) for i, count in enumerate(units or ()) for j in range(count)]
         if pool_norm:
             self.names["norm"] = names["pool_norm"]
-        if units == ():
-            self.names |= {layer: names[layer].replace("backbone.stem.", "backbone.") for layer in _ROOT}
 
     @classmethod
     def of(cls, config: Config, names: Names) -> "Layout":
@@ -183,9 +181,6 @@ class Layout:
         if self.flax and len(shape) == 4:  # HWIO -> OIHW
             return tensor.permute(3, 2, 0, 1)
         return tensor.reshape(shape[::-1]).T if self.flax and len(shape) == 2 else tensor.reshape(shape)
-
-
-_ROOT = ("stem.root", "stem.norm")
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from pipeline.architecture.config import Positions
 from pipeline.base import npz
-from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.model.convert.layouts import NAMES, State, Weights, read_model
 from pipeline.model.convert.reading import find_bit, find_config, is_bit
@@ -35,10 +34,7 @@ def read_npz(path: StrPath) -> Weights:
     Positions must be of a square grid. The image size of a BiT, and of big_vision's sine-cosine positions, is in no
     file: 224. Raises UserError naming the path, the key, and the expected and found shapes.
     """
-    try:
-        arrays = npz.read_arrays(Path(path), str(path))
-    except UserError as error:
-        raise UserError(f"{error} Download it again and compare its size.") from error
+    arrays = npz.read_arrays(Path(path), str(path))
     with naming(path):
         return _from_arrays(arrays)
 

@@ -24,7 +24,6 @@ HALF = (0.5, 0.5, 0.5)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # DINOv2 and DeiT III were trained with these.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_MAX_SIDE = 2**16
 # Pillow's filters, by number and by timm's names -> our resize_filter, if it is not "antialias". Lanczos is nearest to
 # bicubic.
 _FILTERS = {1: "bicubic", 3: "bicubic", "lanczos": "bicubic", "bicubic": "bicubic"}

@@ -202,11 +202,8 @@ def sizes_of(config: ViTConfig) -> Plain:
 
 GELUS: dict[str, Gelu] = {
     "gelu": "erf",
-    "gelu_python": "erf",
     "gelu_tanh": "tanh",
-    "gelu_new": "tanh",
     "gelu_pytorch_tanh": "tanh",
-    "gelu_python_tanh": "tanh",
     "quick_gelu": "quick",
 }
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.base.errors import UserError
 from pipeline.model.layers import Dense
 from pipeline.model.resnet import StdConv
 from pipeline.objectives.objective import BACKBONE, Objective, stored_name, trained_parameters
@@ -55,11 +54,6 @@ def parameter_groups(model: nn.Module, decayed: set[str], config: OptimizerConfi
     assert not unknown, unknown
     depth, top = depths(model.backbone, BACKBONE) if isinstance(model, Objective) else ({}, 0)
     by_muon = matrices(model, decayed) if config.name == "muon" else {}
-    if config.name == "muon" and not by_muon:
-        raise UserError(
-            "optimizer.name = muon is for the kernels of hidden layers, and none of them is trained here. Use"
-            " optimizer.name=adam."
-        )
     groups: dict[tuple[bool, int, float, bool], dict[str, Any]] = {}
     for name, parameter in named.items():
         steps = max((n for prefix, n in frozen.items() if name.startswith(prefix)), default=0)

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
 from pipeline.checkpoint.sharded_tensors import stored_layer
 from pipeline.model import Model, ViTConfig
 from pipeline.model.parts import ScaledDense
@@ -37,11 +36,7 @@ def freeze(backbone: Model, what: str) -> None:
     depth, top = depths(backbone)
     blocks = num_frozen_blocks(what, top - 1)
     if blocks is not None and not (isinstance(backbone.config, ViTConfig) and 0 <= blocks < top - 1):
-        has = counted(top - 1, "block") if isinstance(backbone.config, ViTConfig) else "none: it is a ResNet"
-        raise UserError(
-            f"train.freeze = {what} must leave at least one block to train, and the model has {has}. Use another"
-            " number, or train.freeze=backbone to train the head alone."
-        )
+        raise UserError(f"train.freeze = {what} must leave at least one of the {top - 1} blocks of a ViT to train.")
     if what == ENCODER and not (isinstance(backbone.config, ViTConfig) and backbone.config.pools_by_attention):
         raise UserError(
             "train.freeze = encoder trains the attention pool and the head, and the model has no attention pool. Use "

@@ -20,7 +20,6 @@ from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.model import Config, Model, adapted, build, load, read_weights
 from pipeline.model.files import find_file
-from pipeline.monitor.mlflow.weights import is_uri
 from pipeline.objectives.objective import Facts, Images, Inputs, Objective
 from pipeline.settings.quantities import PathText
 from pipeline.settings.run import RunConfig
@@ -165,10 +164,6 @@ def find_published(setting: str, teacher: str) -> PublishedTeacher:
 
     They are remembered without their tensors, because a plan asks for them many times.
     """
-    if is_uri(teacher):  # Each rank would ask the server at each start.
-        raise UserError(
-            f"{setting} = {teacher}: name the folder of the checkpoint, which its page in MLflow shows as the tag path."
-        )
     try:
         file = find_file(Path(teacher))
         weights = read_weights(file)
