@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic() -> None:
     assert cut_batch(config("train.micro_batch=512"), 8) == (1, 512)
     for setting, message in (
         ("augment.crop=none", "needs random crops"),
-        ("objective.local_size=90", "Use 80 or 96"),
+        ("objective.local_size=90", "16 pixels"),
         ("objective={global_views: 1, local_views: 0}", "no view to predict"),
         ("augment.mixup=0.2", "predicts no classes"),
     ):

@@ -17,10 +17,10 @@ FACTS = facts_of(RunConfig)
 def test_a_new_setting_changes_the_result_unless_it_or_its_section_says_otherwise() -> None:
     class Section(schema.Settings):
         own: int = setting(1, on_change="run")
-        of_section: int = 2
+        of_section: int = setting(2)
 
     class All(schema.Settings):
-        silent: int = 0
+        silent: int = setting(0)
         section: Section = setting(Section, on_change="nothing")
         plain: Section = setting(Section)
 
