@@ -193,12 +193,9 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     keys = listing.table["key"].to_pylist()
     of_files = _by_pattern(keys, config.channel_pattern)
     found = sorted({channel for _, channel in of_files})
-    # "1:dapi" names channel 1 dapi.
-    names = {one.partition(":")[0]: one.rpartition(":")[2] for one in config.channels or found}
+    channels = config.channels or found
     if config.to_rgb8:
-        pairs = list(names.items())
-        names = dict(pairs[place] for place in _rgb_places(list(names.values())))
-    channels = list(names)
+        channels = [channels[place] for place in _rgb_places(channels)]
     files: dict[str, dict[str, int]] = {}
     for row, (sample, channel) in enumerate(of_files):
         if channel in files.setdefault(sample, {}):
@@ -235,7 +232,7 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     unused = sum(len(rows.keys() - set(channels)) for rows in files.values())
     print(
         f"{len(keys):,} files are {len(parts):,} samples of {counted(len(channels), 'channel')}:"
-        f" {', '.join(names.values())}; left out {counted(unused, 'file')} of other channels, and"
+        f" {', '.join(channels)}; left out {counted(unused, 'file')} of other channels, and"
         f" {counted(len(skipped) - len(listing.skipped), 'sample')} without a file for each channel"
         f"{' (missing_channels=mean keeps them)' * (config.missing_channels == 'skip')}"
     )
@@ -243,7 +240,7 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
         listing,
         table=sorted_by_key(table),
         skipped=skipped,
-        channels=list(names.values()),
+        channels=channels,
         separate=listing.table,
     )
 

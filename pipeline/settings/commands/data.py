@@ -61,7 +61,7 @@ class ImagesConfig(GroupsConfig, ValuesConfig):
     channels: Annotated[Distinct[str], AfterValidator(_names)] = []
     """Names of the channels, in order, as [blue,green,red,nir]. Default: red, green, blue of three, gray of one, else
     c0, c1, ... Gray photographs are RGB, and one channel with channels=gray. With one file per channel: those that are
-    used; [1:dapi,3:gfp] renames.
+    used.
     """
     nodata: float | None = setting(
         None,
