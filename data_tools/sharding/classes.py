@@ -79,8 +79,8 @@ def readable_names(classes: list[str], synset_names: str) -> list[str] | None:
     names = dict(parts for line in lines if len(parts := line.strip().split(None, 1)) == 2)
     if not names.keys() & set(classes):
         raise UserError(
-            f"synset_names = {synset_names} names none of the {counted(len(classes), 'class')}, such as {classes[0]}."
-            f" Its lines are 'wnid name', such as: {lines[0][:60]}"
+            f"synset_names = {synset_names} names none of the {counted(len(classes), 'class')}, such as"
+            f" {classes[0]}. Its lines are 'wnid name', such as: {lines[0][:60]}"
         )
     return [names.get(name, name) for name in classes]
 

@@ -41,7 +41,6 @@ def describe_groups(groups: Mapping[str, pa.Array | pa.ChunkedArray]) -> list[st
     counts = {split: _sizes(column) for split, column in groups.items()}
     lines = [
         f"groups of {split}: {len(of):,}, of at most {counted(max(of.values()), 'image')}"
-        f" ({printable(max(of, key=of.__getitem__))!r})"
         for split, of in counts.items()
         if of
     ]

@@ -130,10 +130,7 @@ def pixels_of(
         )
     found = sorted(value for value in declared if value is not None)
     if nodata is None and len(found) > 1:
-        raise UserError(
-            f"images name several values of missing pixels: {', '.join(f'{v:g}' for v in found[:5])}. Say which:"
-            " nodata=..."
-        )
+        raise UserError(f"images name several values of missing pixels: {found[:5]}. Say which: nodata=...")
     value = nodata if nodata is not None else found[0] if found else None
     pixels = Pixels(names, common, (), (), (), (), value)  # type: ignore[arg-type]
     print(f"images are {pixels.describe()}" + (f"; {value:g} means missing" if value is not None else ""))
@@ -149,7 +146,7 @@ def _num_channels(kinds: list[_ImageKind], pages: str) -> int:
             raise UserError(
                 f"images have several pages, such as {first.example}. Say what they are: pages=channels (one image of"
                 f" {counted(first.pages * first.channels, 'channel')}), pages=samples ({first.pages} images),"
-                " pages=first or pages=middle (one of them, the others are not used)."
+                " pages=first (the others are not used)."
             )
     counts = [kind.channels * (kind.pages if pages == "channels" else 1) for kind in kinds]
     num_channels, count = Counter(counts).most_common(1)[0]
@@ -196,12 +193,9 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     keys = listing.table["key"].to_pylist()
     of_files = _by_pattern(keys, config.channel_pattern)
     found = sorted({channel for _, channel in of_files})
-    # "1:dapi" names channel 1 dapi.
-    names = {one.partition(":")[0]: one.rpartition(":")[2] for one in config.channels or found}
+    channels = config.channels or found
     if config.to_rgb8:
-        pairs = list(names.items())
-        names = dict(pairs[place] for place in _rgb_places(list(names.values())))
-    channels = list(names)
+        channels = [channels[place] for place in _rgb_places(channels)]
     files: dict[str, dict[str, int]] = {}
     for row, (sample, channel) in enumerate(of_files):
         if channel in files.setdefault(sample, {}):
@@ -238,7 +232,7 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     unused = sum(len(rows.keys() - set(channels)) for rows in files.values())
     print(
         f"{len(keys):,} files are {len(parts):,} samples of {counted(len(channels), 'channel')}:"
-        f" {', '.join(names.values())}; left out {counted(unused, 'file')} of other channels, and"
+        f" {', '.join(channels)}; left out {counted(unused, 'file')} of other channels, and"
         f" {counted(len(skipped) - len(listing.skipped), 'sample')} without a file for each channel"
         f"{' (missing_channels=mean keeps them)' * (config.missing_channels == 'skip')}"
     )
@@ -246,7 +240,7 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
         listing,
         table=sorted_by_key(table),
         skipped=skipped,
-        channels=list(names.values()),
+        channels=channels,
         separate=listing.table,
     )
 
@@ -318,7 +312,7 @@ def encoded(data: bytes, page: int, pixels: Pixels, config: ShardConfig) -> Shar
 
     page: the one that is the sample, or -1. Raises DecodeError.
     """
-    if page < 0 and not (config.to_rgb8 or config.pages == "middle"):
+    if page < 0 and not (config.to_rgb8):
         return None
     stored = stored_image(data)
     is_photograph = stored.type == "uint8" and stored.channels in (1, 3)
@@ -326,7 +320,7 @@ def encoded(data: bytes, page: int, pixels: Pixels, config: ShardConfig) -> Shar
         stored.pages == 1 and (is_photograph or not config.to_rgb8)
     ):
         return None
-    values, missing = stored.page(page if page >= 0 else stored.pages // 2 if config.pages == "middle" else 0)
+    values, missing = stored.page(max(page, 0))
     unread = left_out(stored, pixels) - ({"pages"} if page >= 0 else set())
     if config.to_rgb8:
         names = config.channels or [""] * stored.channels

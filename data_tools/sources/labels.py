@@ -91,7 +91,6 @@ class TableColumns:
         self._first, self._names_of_first = "", list[str]()
         self._are_numbers: bool | None = None
         self._numbers: ClassNumbers | None = None
-        self._missing = Counter[Any]()  # Texts that were read as a missing label, without empty ones.
         self._has_labels = False
 
     def choose(self, there: list[str], where: str, others: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -185,7 +184,6 @@ class TableColumns:
             )
         labels = [value] if isinstance(value, str | int) else value or []
         labels = [label.strip() if isinstance(label, str) else label for label in labels]
-        self._missing.update(label for label in labels if label in MISSING and label)
         labels = [label for label in labels if label not in MISSING]
         if self._numbers is None:
             return [str(label) for label in labels]
@@ -195,7 +193,7 @@ class TableColumns:
         return [self._numbers.name(number, where) for number in numbers]
 
     def finish(self) -> None:
-        """Gives the collector all class names in order, if labels are numbers, and a note about missing labels.
+        """Gives the collector all class names in order, if labels are numbers.
 
         Raises UserError for a label column in which no row has a label.
         """
@@ -205,11 +203,6 @@ class TableColumns:
                 " labels, set label_column= (empty)."
             )
         self._collector.classes = self._numbers.classes() if self._numbers else []
-        if self._missing:
-            some = ", ".join(f"{text!r} ({count:,})" for text, count in self._missing.most_common())
-            self._collector.notes.append(
-                f"read as missing labels: {some}. If one is a class, give it another name in the table"
-            )
 
 
 def as_number(value: Any, where: str, what: str) -> float | None:
@@ -222,10 +215,9 @@ def as_number(value: Any, where: str, what: str) -> float | None:
         return None
     if _NUMBER.fullmatch(text) and abs(number := float(text)) <= _LARGEST:
         return number
-    comma = " (a decimal point, not a comma)" * ("," in text)
     raise UserError(
-        f"{where}: {quoted(text)} in {what} is not a number{comma}. Correct it, or leave it empty, which is a missing"
-        " value."
+        f"{where}: {quoted(text)} in {what} is not a number (with a decimal point). Correct it, or leave it empty,"
+        " which is a missing value."
     )
 
 

@@ -55,6 +55,7 @@ NOT_UTF8 = "its name is not UTF-8; rename it"
 _BATCH = 2**16
 # Number of examples in a message.
 NAMED = 3
+_NO_IMAGES, _OUTSIDE = "files without an image extension", "images outside the folders of splits"
 _ADVICE = (
     "For images without labels: layout=images. For labels in a table: layout=list source=labels.csv, with a first line"
     " path,label and a line for each image."
@@ -73,9 +74,6 @@ class Few:
         self.count += 1
         if len(self.first) < NAMED:
             self.first.append(printable(name))
-
-    def counted(self, noun: str) -> str:
-        return counted(self.count, noun)
 
     def __str__(self) -> str:
         return ", ".join(self.first) + ", ..." * (self.count > len(self.first))
@@ -286,10 +284,7 @@ class Collector:
     # Split -> folders in that split's folder, class folders if is_labelled, and their numbers of images.
     _counts: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     _direct: Counter[str] = field(default_factory=Counter)  # Split -> images that lie in no such folder.
-    _no_images: Few = field(default_factory=Few)
-    _hidden: Few = field(default_factory=Few)
-    _hidden_folders: Few = field(default_factory=Few)
-    _outside: Few = field(default_factory=Few)
+    _ignored: defaultdict[str, Few] = field(default_factory=lambda: defaultdict(Few))  # By what they are.
     # (split, folder) of those with an image that is in no folder of it.
     _flat: set[tuple[str, str]] = field(default_factory=set)
 
@@ -316,7 +311,7 @@ class Collector:
 
     def hidden_folder(self, name: str) -> None:
         """Report a hidden folder whose files are not reported."""
-        self._hidden_folders.add(name)
+        self._ignored["hidden folders"].add(name)
 
     def file(
         self, name: str, container: int, offset: int, size: int, packed: int = 0, fault: str = "", mtime: int = 0
@@ -327,17 +322,17 @@ class Collector:
         """
         name = _clean(name)
         if is_hidden(name):
-            self._hidden.add(name)
+            self._ignored["hidden files"].add(name)
             return
         if self.archives is not None and (suffix := next(filter(name.lower().endswith, _ARCHIVES), "")):
             self.archives[name] = name[-len(suffix) :]
             return
         if not is_image(name):
-            self._no_images.add(f"{name} ({fault})" if fault else name)
+            self._ignored[_NO_IMAGES].add(f"{name} ({fault})" if fault else name)
             return
         split, inner = self._place(name.rpartition(".")[0])
         if split is None:
-            self._outside.add(name)
+            self._ignored[_OUTSIDE].add(name)
             return
         class_name, is_in_folder, rest = inner.partition("/")
         if is_in_folder:
@@ -347,7 +342,7 @@ class Collector:
         else:
             self._direct[split] += 1
             if self.is_labelled:
-                self._outside.add(name)
+                self._ignored[_OUTSIDE].add(name)
                 return
         classes = (class_name,) if self.is_labelled else ()
         if fault:
@@ -427,9 +422,7 @@ class Collector:
             if number not in there:
                 raise UserError(
                     f"{self.source}: split {split!r} ({self.splits[split] or 'all of it'}) has no"
-                    f" images{self._but_skipped()}."
-                    + f" {self._no_images.counted('file')} without an image extension: {self._no_images}."
-                    * bool(self._no_images.count)
+                    f" images{self._but_skipped()}. {'; '.join(self._notes())}"
                 )
         classes = self.classes or sorted(self._classes)
         numbers = {name: number for number, name in enumerate(classes)}
@@ -450,12 +443,7 @@ class Collector:
                 " to its first dot, and dots become _. Rename or remove one; in tars"
                 " that launch/index.py indexes in place keys may repeat."
             )
-        notes += self._ignored()
-        if self._outside.count:
-            notes.append(
-                f"ignored {self._outside.counted('image')} outside the folders of splits = {self.splits}:"
-                f" {self._outside}"
-            )
+        notes += self._notes()
         if self.skipped:
             notes.append(f"cannot use {len(self.skipped):,} of the items listed: {reasons(self.skipped)}")
         num_bare = pc.sum(pc.equal(pc.list_value_length(table["labels"]), 0)).as_py()
@@ -501,7 +489,7 @@ class Collector:
                 raise UserError(
                     f"{where} has no class folders with images (split {split!r}{self._but_skipped()}). Images belong in"
                     f" <class>/<name>.jpg; splits.{split}=FOLDER names the folder that holds the classes. {_ADVICE}"
-                    f" {'; '.join(self._ignored())}"
+                    f" {'; '.join(self._notes())}"
                 )
             if like := self.like_splits(split):
                 say = [f"splits.{name}={_clean(f'{folder}/{inner}')}" for inner, name in like.items()]
@@ -530,14 +518,8 @@ class Collector:
                     f"{shlex.quote(f'splits.{split}=' + _clean(f'{folder}/{only}'))} . {_ADVICE}"
                 )
 
-    def _ignored(self) -> list[str]:
-        """Notes about the ignored files."""
-        kinds = [
-            ("file", " without an image extension", self._no_images),
-            ("hidden file", "", self._hidden),
-            ("hidden folder", " and all that they hold", self._hidden_folders),
-        ]
-        return [f"ignored {few.counted(noun)}{more}: {few}" for noun, more, few in kinds if few.count]
+    def _notes(self) -> list[str]:
+        return [f"ignored {what} ({few.count:,}): {few}" for what, few in self._ignored.items()]
 
     def _but_skipped(self) -> str:
         return f"; {len(self.skipped):,} cannot be used: {reasons(self.skipped)}" if self.skipped else ""

@@ -141,7 +141,7 @@ def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> 
     parts = (part for part in named if part[0] and not part[0].endswith("/"))
     for key, group in itertools.groupby(parts, key=lambda part: part[0]):
         image: Member | None = None
-        instead: dict[str, Member] = {}  # Reason why there is no image -> the first file that it is said of.
+        instead: tuple[Member, str] | None = None  # The first file that should have had one, and why it has none.
         labels, fault, has_label_file, is_array = [], _NO_LABEL, False, False
         twice, extensions = None, set[str]()
         for _, ext, member in group:
@@ -152,7 +152,7 @@ def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> 
                 if image is None or (is_array and f".{ext}" not in ARRAYS):
                     image, is_array = member, f".{ext}" in ARRAYS
             elif f".{ext.rpartition('.')[2]}" in EXTENSIONS:
-                instead.setdefault(_OTHER_NAME, member)
+                instead = instead or (member, _OTHER_NAME)
             elif ext in ("cls", "json") and (fault or ext == "cls"):
                 try:
                     found = _read_labels(ext, member, read)
@@ -164,15 +164,14 @@ def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> 
                     has_label_file = has_label_file or not isinstance(error, UserError)
                 # Any program may leave a .json by itself in a tar, such as a list of names.
                 if ext == "cls" or not fault:
-                    instead.setdefault(_NO_IMAGE, member)
+                    instead = instead or (member, _NO_IMAGE)
         if twice and (image or instead):
             yield TarSample(key, twice.name, twice.offset, twice.size, [], _TWICE, has_label_file)
         elif image is not None:
             fault = image.fault or (fault if is_utf8(image.name) else NOT_UTF8)
             yield TarSample(key, image.name, image.offset, image.size, labels, fault, has_label_file)
         elif instead:
-            fault = next(reason for reason in (_OTHER_NAME, _NO_IMAGE) if reason in instead)
-            member = instead[fault]
+            member, fault = instead
             yield TarSample(key, member.name, member.offset, member.size, [], fault, has_label_file)
 
 

@@ -61,7 +61,7 @@ class ImagesConfig(GroupsConfig, ValuesConfig):
     channels: Annotated[Distinct[str], AfterValidator(_names)] = []
     """Names of the channels, in order, as [blue,green,red,nir]. Default: red, green, blue of three, gray of one, else
     c0, c1, ... Gray photographs are RGB, and one channel with channels=gray. With one file per channel: those that are
-    used; [1:dapi,3:gfp] renames.
+    used.
     """
     nodata: float | None = setting(
         None,
@@ -156,9 +156,9 @@ class ShardConfig(ImagesConfig):
     """What a sample without a file for each channel is: skip, a bad image; mean, an image whose other channels are read
     as their mean.
     """
-    pages: Literal["", "first", "middle", "channels", "samples"] = ""
-    """What the pages of a TIFF, or the frames of a DICOM, are: channels of one image, samples, or all but the first or
-    the middle one are not used.
+    pages: Literal["", "first", "channels", "samples"] = ""
+    """What the pages of a TIFF, or the frames of a DICOM, are: channels of one image, samples, or all but the first are
+    not used.
     """
     to_rgb8: bool = False
     """Reduce images of more than 8 bits or more than three channels to 8-bit RGB: the range of their type becomes 0 to

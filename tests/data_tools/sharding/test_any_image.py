@@ -278,8 +278,6 @@ def test_one_file_for_each_channel(ray_cluster: int, tmp_path: Path, capfd) -> N
         {key: values[..., [2, 0]] for key, values in written.items()},
     )
     assert "12 files of other channels" in capfd.readouterr().out
-    renamed = shard.run(settings(source, tmp_path / "named", channel_pattern=pattern, channels=["2:dapi", "0"]))
-    assert renamed.pixels.channels == ("dapi", "0")
     for name in ("cat/00-ch1.tiff", "cat/02-ch1.tiff"):
         (source / name).unlink()
     with pytest.raises(UserError, match="no file for channel 1"):
@@ -391,10 +389,8 @@ def test_pages_are_refused_until_a_setting_says_what_they_are(ray_cluster: int, 
     capfd.readouterr()
     first = shard.run(settings(source, tmp_path / "first", pages="first"))
     check(first, {key: values[..., :1] for key, values in written.items()})
-    middle = shard.run(settings(source, tmp_path / "middle", pages="middle"))
     shard.run(settings(source, tmp_path / "reduced", to_rgb8=True))
-    assert capfd.readouterr().out.count("12 images with pages") == 3
-    check(middle, {key: values[..., 1:2] for key, values in written.items()})
+    assert capfd.readouterr().out.count("12 images with pages") == 2
     (source / "dog" / "rgb.tif").write_bytes(tiff(np.zeros((2, 9, 9, 3), np.uint16), photometric="rgb"))
     each = shard.run(settings(source, tmp_path / "each", pages="samples", val_share=0.4, max_bad_share=0.1))
     assert "with pages" not in capfd.readouterr().out

@@ -18,7 +18,6 @@ from test_layouts import (
     NAMES,
     SHARD,
     VAL_LABELS,
-    binary_batch,
     cifar10,
     hugging_face,
     imagenet1k,
@@ -46,7 +45,7 @@ def _webdataset(at: Path) -> Path:
 
 
 IN_BUCKET: dict[str, Callable[[Path], Path]] = {
-    "cifar": lambda at: write_folder(cifar10(at, binary_batch, ".bin"), at / "cifar"),
+    "cifar": lambda at: write_folder(cifar10(at, python2_batch), at / "cifar"),
     "cifar.tar.gz": _packed_cifar,
     "folder": lambda at: write_folder({"cat/1.jpg": jpeg(1), "dog/2.jpg": jpeg(2)}, at / "raw"),
     "zip": lambda at: write_zip({"cat/1.jpg": jpeg(1), "dog/2.jpg": jpeg(2), "dog/3.jpg": jpeg(3)}, at / "raw.zip"),

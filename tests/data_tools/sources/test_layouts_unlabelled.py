@@ -69,14 +69,14 @@ def test_archives_below_a_folder_are_folders(tmp_path: Path) -> None:
     write_tar({"./1.jpg": jpeg(4), "inner.tar": b"?"}, source / "c.tar.gz", "w:gz")
     listing = listed(source, layout="images")
     assert unlabelled(listing) == {"a/1": jpeg(1), "a/2/x/1": jpeg(2), "b/1": jpeg(3), "c/1": jpeg(4)}
-    assert "ignored 2 files without an image extension: b/1.txt, c/inner.tar" in listing.notes
+    assert "ignored files without an image extension (2): b/1.txt, c/inner.tar" in listing.notes
 
 
 def test_splits_are_folders(tmp_path: Path) -> None:
     source = write_folder({"a/1.jpg": jpeg(1), "b/2/1.jpg": jpeg(2), "c/3.jpg": jpeg(3)}, tmp_path / "raw")
     listing = listed(source, layout="images", splits={"train": "a", "val": "b"})
     assert samples(listing) == {"1": ("train", (), jpeg(1)), "2/1": ("val", (), jpeg(2))}
-    assert any(note.startswith("ignored 1 image outside the folders of splits") for note in listing.notes)
+    assert any(note.startswith("ignored images outside the folders of splits (1)") for note in listing.notes)
 
 
 def test_auto_offers_it_and_invents_no_labels(tmp_path: Path) -> None:

@@ -283,7 +283,7 @@ def test_links_of_a_webdataset_are_skipped_and_named(tmp_path: Path) -> None:
 
 NO_IMAGES = {
     "two images of a sample": (["2.0.jpg", "2.1.jpg", "2.cls"], "2.0.jpg"),
-    "dots in the names": (["v2.cls", "v2.5.png"], "v2.5.png"),
+    "dots in the names": (["v2.cls", "v2.5.png"], "v2.cls"),
     "files that are not side by side": (["2.cls", "1.png", "2.jpg"], "2.cls"),
     "a label of a file that is no image": (["2.txt", "2.json"], "2.json"),
     "an image twice, once in capitals": (["2.jpg", "2.cls", "2.JPG"], "2.JPG"),

@@ -57,5 +57,5 @@ def test_folders_that_systems_add_are_no_classes(tmp_path: Path) -> None:
         listing = listed(made)
         assert listing.classes == ["cat", "dog"]
         assert samples(listing).keys() == {"cat/1", "dog/1"}
-        assert made == source or "ignored 4 hidden files" in listing.notes[0]
+        assert made == source or "ignored hidden files (4)" in listing.notes[0]
     assert len(open_adhoc_split([str(source)], "val", "none", []).split) == 2

@@ -149,10 +149,12 @@ def test_what_is_no_image_is_counted(tmp_path: Path) -> None:
         assert listing.classes == ["cat", "dog"]
         assert listing.table["key"].to_pylist() == ["cat/1", "dog/1"]
         assert any("without an image extension" in note for note in listing.notes)
-        assert any("ignored 1 image outside the folders" in note and "top.jpg" in note for note in listing.notes)
+        assert any(
+            "ignored images outside the folders of splits (1)" in note and "top.jpg" in note for note in listing.notes
+        )
         assert not any("layout=images" in note for note in listing.notes)
         hidden = [note for note in listing.notes if ".git" in note]  # Not read in a folder, where it may be huge.
-        assert ["2 hidden folders" in note for note in hidden] == [source.is_dir()]
+        assert ["hidden folders (2)" in note for note in hidden] == [source.is_dir()]
 
 
 SOURCES = LAYOUTS_OF_IMAGES | {
