@@ -179,7 +179,7 @@ def test_no_script_is_written_for_what_it_cannot_do(tmp_path, capsys):
         ("a.onnx", "auto", "onnx"),
         ("vit.v2", "timm", "timm"),
         ("a.pt", "auto", ""),
-        ("a.onnx", "timm", ""),
+        ("a.onnx", "timm", "timm"),
         ("a", "onnx", ""),
     ],
 )
