@@ -179,6 +179,7 @@ def test_no_script_is_written_for_what_it_cannot_do(tmp_path, capsys):
         ("a.onnx", "auto", "onnx"),
         ("vit.v2", "huggingface", "huggingface"),
         ("a.pt", "auto", ""),
+        ("a.onnx", "huggingface", "huggingface"),
         ("a", "onnx", ""),
     ],
 )

@@ -85,7 +85,7 @@ def test_a_whole_data_set_is_whole(copy: Dataset, capfd: pytest.CaptureFixture[s
     assert report["is_whole"]
     assert (report["shards"], report["samples"], report["kinds"]) == (5, 187, {})
     assert report["bytes"] == sum(len(data) for name, data in before.items() if name.endswith(".tar"))
-    assert f": intact. read 5 shards, 187 images, {si(report['bytes'], 'B')} in" in capfd.readouterr().out
+    assert f": intact. read 5 shards, 187 images, {si(report['bytes'], 'B')};" in capfd.readouterr().out
     shutil.rmtree(copy.path / "verify")
     assert {path.name: path.read_bytes() for path in copy.path.iterdir() if path.is_file()} == before
 
