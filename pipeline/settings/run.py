@@ -40,10 +40,6 @@ from pipeline.settings.schema import Distinct, Settings, refuse_without_effect, 
 if TYPE_CHECKING:
     from pipeline.architecture.pixels import Pixels
 
-    Loss = str
-else:
-    Loss = Literal[tuple(OBJECTIVES)]
-
 Precision = Literal["fp32", "bf16"]
 TrainPrecision = Literal["fp32", "bf16", "fp16"]
 # What settings need of training crops that choose a box of the image, and of those that resize it first.
@@ -363,7 +359,7 @@ class TrainConfig(Settings):
     """Samples per optimizer step, over all ranks."""
     micro_batch: Batch = setting(64, on_change="comparison")
     """Samples per forward pass of one rank; determines accumulation."""
-    loss: Loss = setting("sigmoid", on_change="run")
+    loss: Literal[tuple(OBJECTIVES)] = setting("sigmoid", on_change="run")  # type: ignore[valid-type]
     """Cross-entropy of class labels, over softmax or summed over sigmoids; numbers, such as an age (regression); or
     without labels: self-distillation (dino), prediction between views with normal projections (lejepa), two views of an
     image among those of others (simclr), a masked autoencoder (mae), prediction of the features (distill) or the

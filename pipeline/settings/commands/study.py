@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
@@ -25,10 +25,6 @@ QUESTIONS = sorted(
     for file in (Path(__file__).parents[2] / "experiment" / "questions").glob("*.py")
     if file.stem != "__init__"
 )
-if TYPE_CHECKING:
-    Question = str
-else:
-    Question = Literal[tuple(QUESTIONS)]
 # Settings of a run that the study sets itself.
 _SET_BY_STUDY = (
     "name=",
@@ -119,7 +115,7 @@ class StudyModel(Settings):
 class StudyConfig(ExperimentConfig):
     """A study: each combination of model, data size, length and seed is one pre-training run, called a cell."""
 
-    question: Question
+    question: Literal[tuple(QUESTIONS)]  # type: ignore[valid-type]
     """data_size: how much data is enough (the paper's Figures 3 and 4); scaling: which model is best for a compute
     budget, and what a larger one would give (Figure 5); ablation: what a part of the model contributes (Table 8, Figure
     8); labels: what pre-trained weights gain over the first model, by the number of labelled images; continue: what
