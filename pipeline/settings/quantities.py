@@ -4,6 +4,7 @@ import math
 import os
 import re
 import shlex
+from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, Literal, NamedTuple
@@ -171,6 +172,17 @@ class LogInterval(Length):
         if not match:
             raise ValueError("write a time, as '10 s', or a number of steps, as '50 steps'")
         return cls(float(match[1]), "s" if match[2] == "s" else "steps")
+
+
+def one_of(names: Collection[str]) -> AfterValidator:
+    """A text that must be one of these names, of which there may be more later."""
+
+    def check(name: str) -> str:
+        if name not in names:
+            raise ValueError(f"must be one of {', '.join(names)}")
+        return name
+
+    return AfterValidator(check)
 
 
 def _split(words: str) -> str:

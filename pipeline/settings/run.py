@@ -34,6 +34,7 @@ from pipeline.settings.quantities import (
     ShareBelow1,
     Side,
     Threads,
+    one_of,
 )
 from pipeline.settings.schema import Distinct, Settings, refuse_without_effect, setting
 
@@ -359,7 +360,7 @@ class TrainConfig(Settings):
     """Samples per optimizer step, over all ranks."""
     micro_batch: Batch = setting(64, on_change="comparison")
     """Samples per forward pass of one rank; determines accumulation."""
-    loss: Literal[tuple(OBJECTIVES)] = setting("sigmoid", on_change="run")  # type: ignore[valid-type]
+    loss: Annotated[str, one_of(OBJECTIVES)] = setting("sigmoid", choices=OBJECTIVES, on_change="run")
     """Cross-entropy of class labels, over softmax or summed over sigmoids; numbers, such as an age (regression); or
     without labels: self-distillation (dino), prediction between views with normal projections (lejepa), two views of an
     image among those of others (simclr), a masked autoencoder (mae), prediction of the features (distill) or the

@@ -52,6 +52,7 @@ _WORDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 def setting(
     default: Any = REQUIRED,
     *,
+    choices: typing.Iterable[str] = (),
     output: Output | None = None,
     within: str | None = None,
     holds: Holds | None = None,
@@ -64,7 +65,7 @@ def setting(
 
     default: a value, REQUIRED, or a factory, such as the class of a section. limits: min, max, above and below of a
     number or of the amount of a length, pattern of a text, min_items of a list. Common ranges are types
-    (quantities.py).
+    (quantities.py). choices: for `--help` and editors.
     output: the text is a path that the command writes (`outputs.py`).
     within: name of the field whose folder contains that path, which then is a plain name. holds: what kind of results
     the output folder is for.
@@ -77,6 +78,7 @@ def setting(
     """
     metadata = {
         "description": "",  # The text below the field.
+        "json_schema_extra": {"enum": [*choices]} if choices else None,
         "output": output,
         "within": within,
         "holds": holds,
@@ -267,7 +269,7 @@ def describe(cls: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
     rows = []  # Each followed by those of its items, if it is a list of mappings.
     for name, kind, field, _ in leaves(cls, prefix):
         rule, default = field.metadata, default_of(field)
-        accepted = type_name(kind)
+        accepted = "|".join(rule["json_schema_extra"]["enum"]) if rule["json_schema_extra"] else type_name(kind)
         for limit, number in limits_of(kind, field).items():
             accepted += f", {_WORDS[limit]} {number:{',' if isinstance(number, int) else 'g'}}"
         shown = "required" if default is REQUIRED else as_yaml(default)
