@@ -1,6 +1,6 @@
 """Command: convert weights to another format, and compare the logits of both. See `pipeline/evaluate/export.py`.
 
-Convert weights to the format of Hugging Face's transformers or ONNX, or those of other projects
+Convert weights to the format of timm, Hugging Face's transformers or ONNX, or those of other projects
 to our .safetensors. If the other library is installed, it reads the result, and both models compute logits
 of the same images; if these differ by more than a tolerance, the result is deleted.
 

@@ -1,7 +1,7 @@
 """Converts weights to another format and verifies the result by comparing logits on the same images; entry point:
 `run`.
 
-The written file is loaded by the target program if it is installed (transformers, onnxruntime), else by
+The written file is loaded by the target program if it is installed (transformers, timm, onnxruntime), else by
 this project's own reader, and the output says so.
 """
 
@@ -32,7 +32,7 @@ from pipeline.objectives.mae import Mae, as_places
 from pipeline.settings.commands.weights import ExportConfig
 
 NUM_IMAGES = 4
-_FOLDERS = ("huggingface", "huggingface_mae")  # Formats that are folders.
+_FOLDERS = ("timm", "huggingface", "huggingface_mae")  # Formats that are folders.
 _SCRIPT = Path(__file__).with_name("onnx_predict.py")  # It needs nothing of this project.
 Forward = Callable[[Tensor], Tensor]  # the model's input (B, C, height, width) -> logits (B, K), or features (B, D)
 
@@ -123,6 +123,8 @@ def _notes(form: str, model: Model | Mae, extra: dict[str, Any]) -> Iterator[str
             yield f"it has no place for names of numbers: outputs are {targets}, in this order and in their own units"
     elif config.num_classes and not extra.get("classes"):
         yield f"the weights have no class names: outputs are 0 to {config.num_classes - 1:,} in the order of their head"
+    if form == "timm" and extra.get("loss") == "sigmoid" and config.num_classes:
+        yield "it has no place for train.loss = sigmoid; where it is used, set loss=sigmoid"
 
 
 # ---------------------------------------------------------------------- writing
@@ -133,6 +135,9 @@ def _write(model: Model, form: str, path: Path, extra: dict[str, Any]) -> None:
     view = extra.get("preprocessing", {})
     if form == "safetensors":
         models.save(model, path, extra)
+    elif form == "timm":
+        tensors, config = models.to_timm(model, classes, view)
+        files.write_folder(path, tensors, {"config.json": config})
     elif form == "huggingface":
         tensors, config, processor = models.to_huggingface(model, classes, view, extra.get("loss"))
         files.write_folder(path, tensors, {"config.json": config, "preprocessor_config.json": processor})
@@ -253,6 +258,7 @@ def _onnxruntime(library: Any, file: Path, config: Config) -> Forward:
 
 _PROGRAMS: dict[str, tuple[str, Callable[[Any, Path, Config], Forward]]] = {
     "huggingface": ("transformers", _transformers),
+    "timm": ("timm", lambda library, folder, _: library.create_model(f"local-dir:{folder}", pretrained=True).eval()),
     "onnx": ("onnxruntime", _onnxruntime),
 }
 

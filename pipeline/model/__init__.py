@@ -19,6 +19,7 @@ from pipeline.architecture.variants import ImageSize, config_from_dict, configur
 from pipeline.model.build import Model, build
 from pipeline.model.convert.huggingface_format import to_huggingface
 from pipeline.model.convert.layouts import DecoderFacts, Weights
+from pipeline.model.convert.timm_format import to_timm
 from pipeline.model.flops import forward_macs, num_parameters, training_flops_per_image
 from pipeline.model.masked import MaskedViT
 from pipeline.model.position import resample_positions, resample_state, resizing_notes

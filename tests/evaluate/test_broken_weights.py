@@ -138,4 +138,4 @@ def test_preprocessing_that_the_weights_do_not_know_is_the_default(tmp_path: Pat
     expected = 9 if (preprocessing or {}).get("eval_resize") else 0
     assert (loaded.view.eval_crop, loaded.view.eval_resize, loaded.view.resize_filter) == ("center", expected, "linear")
     assert loaded.loss_kind == "softmax"
-    run(ExportConfig(weights=str(tmp_path / "a.safetensors"), format="huggingface", out=str(tmp_path / "hf")))
+    run(ExportConfig(weights=str(tmp_path / "a.safetensors"), format="timm", out=str(tmp_path / "timm")))

@@ -30,7 +30,6 @@ from raw_images import encoded, jpeg, noise, write_class_tars, write_folder, wri
 from saving import CONFIG, save_all, tensors
 from test_layouts import cifar10, hugging_face, imagenet1k, python2_batch, python3_batch, table
 from test_manifest_faults import content_after_a_restart, make
-from timm_files import to_timm
 
 from data_tools.sharding.write_shard import ShardingJob, _read_image
 from data_tools.sources import Listing, Reader, list_source
@@ -204,9 +203,9 @@ def write_weights(form: str, at: Path) -> Path:
     elif form == "official.npz":
         np.savez(at / form, **official(model))
     elif form == "timm.pth":
-        torch.save(to_timm(models.create("ViT-Ti/16", 16, 2), None, {})[0], at / form)
+        torch.save(models.to_timm(models.create("ViT-Ti/16", 16, 2), None, {})[0], at / form)
     else:
-        to_form = to_timm if form == "timm" else models.to_huggingface
+        to_form = models.to_timm if form == "timm" else models.to_huggingface
         weights, *described = to_form(model, CLASSES, VIEW)
         write_safetensors(weights, at / "model.safetensors")
         for name, content in zip(("config.json", "preprocessor_config.json"), described, strict=False):

@@ -7,7 +7,7 @@
 transformers: models of the size of ViT-B/16 with random values; the largest difference of features and patch tokens at
 224 x 224 px and at 384 x 256. timm: models of two blocks with random values, saved as timm saves them. Printed are the
 largest differences of pooled features, logits and patch tokens as a share of the largest, at the configured size and at
-another one; or the error with which the model is
+another one, and of the features of timm's model that reads what `to_timm` writes; or the error with which the model is
 refused.
 """
 
@@ -26,7 +26,8 @@ import torch
 from torch import library
 
 from pipeline.base.errors import UserError
-from pipeline.model import load
+from pipeline.model import load, read_weights, to_timm
+from pipeline.model.files import write_folder
 
 BASE = {
     "hidden_size": 768,
@@ -80,11 +81,18 @@ def result(timm: Any, name: str, folder: Path) -> str:
         return str(error).partition(": ")[2]
     config = ours.config
     found = [difference(theirs, ours, config.image_size)]
+    try:
+        tensors, description = to_timm(ours, None, read_weights(folder / "saved")[2].get("preprocessing", {}))
+        write_folder(folder / "written", tensors, {"config.json": description})
+        again = timm.create_model(f"local-dir:{folder / 'written'}", pretrained=True).eval()
+        written = f"{difference(again, ours, config.image_size):.1e}"
+    except UserError as error:
+        written = f"not written: {error}"
     (rows, columns), side = config.grid, config.patch_pixels
     other = (rows + 3) * side, (columns - 2) * side
     theirs.set_input_size(img_size=other)
     found.append(difference(theirs, load(folder / "saved", image_size=other), other))
-    return " ".join(f"{number:.1e}" for number in found)
+    return " ".join(f"{number:.1e}" for number in found) + f" {written}"
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from timm_files import to_timm
 
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.architecture.variants import config_from_dict, configure
@@ -18,6 +17,7 @@ from pipeline.model import (
     load,
     num_parameters,
     save,
+    to_timm,
 )
 from pipeline.model.channels import with_channels
 from pipeline.model.convert.layouts import NAMES, write_model

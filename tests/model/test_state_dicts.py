@@ -10,7 +10,6 @@ import pytest
 import torch
 from model_parts import random_model, randomised, same
 from PIL import Image
-from timm_files import of_images, to_timm
 
 from pipeline.base.errors import UserError
 from pipeline.data.loading.augment import write_eval_view
@@ -19,6 +18,7 @@ from pipeline.model import (
     read_weights,
     save,
     to_huggingface,
+    to_timm,
 )
 from pipeline.model.convert import preprocessing as images_of
 from pipeline.model.convert.layouts import NAMES, write_model
@@ -129,7 +129,7 @@ def test_preprocessing_and_classes_of_timm_are_read(tmp_path, timm_weights):
 def test_preprocessing_goes_out_and_comes_back(crop):
     """timm divides 384 by crop_pct = 384 / 450 and rounds down to 449."""
     view = {"image_size": 384, "resize_filter": "bicubic", **crop}
-    assert images_of.from_timm(of_images(view, (384, 384))).view == view
+    assert images_of.from_timm(images_of.to_timm(view, (384, 384))).view == view
     assert images_of.from_huggingface(images_of.to_huggingface(view, 384)).view == view
 
 
@@ -140,7 +140,7 @@ def test_preprocessing_goes_out_and_comes_back(crop):
 def test_timm_makes_our_images_of_its_configuration_where_it_has_the_filter(crop, own, is_there):
     """The area filter was written as bilinear without a word, and the loss was another one there."""
     view = {"eval_crop": crop, "eval_resize": 40, "resize_filter": own}
-    cfg = of_images(view, (32, 32))
+    cfg = images_of.to_timm(view, (32, 32))
     resize, picture = int(32 / cfg["crop_pct"]), np.random.default_rng(0).integers(0, 256, (60, 84, 3), dtype=np.uint8)
     # timm's eval transforms: torchvision's Resize, CenterCrop and Normalize.
     width, height = (resize * 84 // 60, resize) if cfg["crop_mode"] == "center" else (resize, resize)

@@ -93,7 +93,7 @@ def test_every_command_tries_its_outputs(place: Path) -> None:
     assert "data.cache" in problem(run.RunConfig, *RUN, f"data.cache={file}/x")
     assert "csv = /nowhere/x: there is no" in problem(operate.SamplesConfig, "run=r", "step=1", "csv=/nowhere/x")
     assert "is a folder, not a file" in problem(weights.PredictConfig, *WEIGHTS, f"out={place}/folder.csv")
-    assert "exists already" in problem(weights.ExportConfig, "weights=w", "format=huggingface", f"out={place}/folder")
+    assert "exists already" in problem(weights.ExportConfig, "weights=w", "format=timm", f"out={place}/folder")
 
 
 # What a folder holds -> the files that its command wrote, as far as they tell it from others; a command that writes
@@ -169,7 +169,7 @@ def test_what_is_not_written_is_not_tried(place: Path) -> None:
     ("cls", "settings", "writes"),
     [
         (weights.PredictConfig, WEIGHTS, replacing),
-        (weights.ExportConfig, ["weights=w", "format=huggingface"], hidden_folder),
+        (weights.ExportConfig, ["weights=w", "format=timm"], hidden_folder),
     ],
 )
 def test_the_next_command_removes_what_a_killed_one_left(

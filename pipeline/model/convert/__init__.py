@@ -6,7 +6,7 @@ layouts.py       names and axes of a file's tensors, from tables.toml; reading a
 reading.py       shared by readers: the configuration found in a file's tensors, and the ViT with it
 official.py      .npz of google-research/vision_transformer, big_vision and big_transfer
 state_dicts.py   finds out whose names a state dict has, and calls
-timm_format.py   timm's and facebookresearch's: from timm
+timm_format.py   timm's and facebookresearch's: from and to timm
 huggingface_format.py  transformers': from and to Hugging Face
 mae.py           MAE with its decoder
 preprocessing.py the projects' settings of image preprocessing, and ours

@@ -155,10 +155,27 @@ def to_huggingface(view: Json, side: int) -> Plain:
     }
 
 
-def written_filter(view: Json) -> str:
-    """Says which filter `to_huggingface` writes in place of one that transformers does not have; "" if it has it.
+def to_timm(view: Json, image_size: tuple[int, int]) -> Plain:
+    """The fields of timm's `pretrained_cfg` about images. image_size: (height, width)."""
+    crop, side = view.get("eval_crop", "center"), min(image_size)
+    resize = side if crop == "resize" else eval_resize(view, image_size)
+    share = side / resize
+    return {
+        "input_size": [3, *image_size],
+        "mean": list(HALF),
+        "std": list(HALF),
+        "interpolation": "bicubic" if view.get("resize_filter") == "bicubic" else "bilinear",
+        # timm divides the side by it and rounds down.
+        "crop_pct": share if int(side / share) == resize else side / (resize + 0.5),
+        "crop_mode": "center" if crop == "center" else "squash",
+    }
 
-    It resizes by Pillow's filters: "antialias" and "bicubic" are these, "linear" (area to make images smaller) and
+
+def written_filter(view: Json) -> str:
+    """Says which filter `to_huggingface` and `to_timm` write in place of one that their programs do not have; "" if
+    they have it.
+
+    Both resize by Pillow's filters: "antialias" and "bicubic" are these, "linear" (area to make images smaller) and
     "bilinear" are not.
     """
     own = view.get("resize_filter", "linear")

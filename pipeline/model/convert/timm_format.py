@@ -1,4 +1,4 @@
-"""Reads state dicts of timm, with its config.json, and those of facebookresearch under the same names.
+"""Reads and writes state dicts of timm, with its config.json, and those of facebookresearch under the same names.
 
 Their defaults: erf GELU, LayerNorm eps 1e-6.
 """
@@ -19,7 +19,9 @@ from pipeline.model.convert.layouts import (
     TABLES,
     State,
     Weights,
+    as_plain,
     read_model,
+    write_model,
 )
 from pipeline.model.convert.preprocessing import Json, Plain, field
 from pipeline.model.convert.reading import (
@@ -33,6 +35,8 @@ from pipeline.model.convert.reading import (
     rename,
     with_images,
 )
+from pipeline.model.resnet import ResNet
+from pipeline.model.vit import VisionTransformer
 
 # Names of facebookresearch's and of timm's other models -> those of timm's ViT.
 _PUBLISHED = [
@@ -186,3 +190,45 @@ def _place_positions(tensors: State, size: Size | None, notes: list[str]) -> Non
     if has_token and (rows == patches if patches in (rows, rows - 1) else is_square):
         tensors["pos_embed"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
         notes.append("the class token has no position in the file: zeros")
+
+
+def to_timm(model: VisionTransformer | ResNet, classes: list[str] | None, view: Json) -> tuple[State, Plain]:
+    """(state dict, config.json) as timm.create_model("local-dir:FOLDER", pretrained=True) reads them.
+
+    Raises UserError for a model that timm's ViT cannot hold.
+    """
+    holds = frozenset({"layer_scale", "registers", "qk_norm", "pool_norm"})
+    config, state = as_plain(model, "timm's ViT", ("token", "gap", "map", "mean"), holds=holds)
+    tensors = write_model(state, config, NAMES["timm"])
+    # timm adds none to the class token of such a model
+    if config.registers and config.has_class_token:
+        positions = tensors["pos_embed"]
+        tensors |= {"cls_token": tensors["cls_token"] + positions[:, :1], "pos_embed": positions[:, 1:].clone()}
+    args = {
+        "img_size": list(config.image_size),
+        "patch_size": config.patch_size,
+        "embed_dim": config.width,
+        "depth": config.depth,
+        "num_heads": config.num_heads,
+        "mlp_ratio": (config.mlp_width + 0.5) / config.width,  # timm rounds the product with the width down
+        "init_values": config.layer_scale,
+        "reg_tokens": config.registers,
+        "no_embed_class": config.registers > 0,
+        "qk_norm": config.qk_norm,
+        "class_token": config.has_class_token,
+        "global_pool": {"gap": "avg", "mean": "avg"}.get(config.pool, config.pool),
+        "fc_norm": config.pool_norm,
+        "act_layer": {"erf": "gelu", "tanh": "gelu_tanh", "quick": "quick_gelu"}[config.gelu],
+    }
+    found = {
+        "architecture": "vit_base_patch16_224",  # any ViT: the arguments override it
+        "num_classes": config.num_classes,
+        "num_features": config.width,
+        "model_args": args,
+        "pretrained_cfg": {
+            **preprocessing.to_timm(view, config.image_size),
+            "num_classes": config.num_classes,
+            "custom_load": False,
+        },
+    }
+    return tensors, {**found, **({"label_names": classes} if classes else {})}

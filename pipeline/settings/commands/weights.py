@@ -119,13 +119,13 @@ class ExportConfig(Settings):
 
     weights: PathText
     """Weights: a run, a checkpoint, other projects', or OWNER/NAME on the Hugging Face hub (docs/weights.md)"""
-    format: Literal["auto", "safetensors", "huggingface", "onnx", "huggingface_mae"] = "auto"
-    """safetensors: our format; huggingface: a folder that transformers loads; onnx: a graph, with a script that
+    format: Literal["auto", "safetensors", "timm", "huggingface", "onnx", "huggingface_mae"] = "auto"
+    """safetensors: our format; timm, huggingface: folders that these libraries load; onnx: a graph, with a script that
     predicts classes by it; huggingface_mae: MAE with its decoder, as transformers loads it. auto: by the suffix of out
     (.safetensors, .onnx)
     """
     out: PathText = setting(output="new")
-    """File (.safetensors, .onnx), or for huggingface and huggingface_mae a new folder"""
+    """File (.safetensors, .onnx), or for timm, huggingface and huggingface_mae a new folder"""
     image_size: ImageSize | None = None
     """Size of the input images in pixels: a side, or height x width; null is the weights' own."""
     head: bool = True
@@ -141,7 +141,7 @@ class ExportConfig(Settings):
         if (suffix := Path(self.out).suffix[1:]) in _OF_ONE_FILE:
             return suffix
         raise UserError(
-            f"out = {as_typed(self.out)} does not say the format. Set format=huggingface or huggingface_mae for a"
+            f"out = {as_typed(self.out)} does not say the format. Set format=timm, huggingface or huggingface_mae for a"
             " folder, or end the name of a file in .safetensors or .onnx."
         )
 
