@@ -50,7 +50,7 @@ def test_a_mistake_in_the_objective_is_said_before_the_cluster_is_asked(
     of_mae = ["model.name=ViT-B/16", "model.positions=sincos2d_mae", "train.loss=mae"]
     for wrong, said in (("mask_share=2", "mask_share = 2"), ("mask=1", "unknown setting")):
         with pytest.raises(UserError, match=f"^train.loss = mae: .*{said}"):
-            ray_run.run(0, 1, 1.0, [*command, *of_mae, f"objective.{wrong}"])
+            ray_run.run(0, 1, [*command, *of_mae, f"objective.{wrong}"])
 
 
 def test_an_address_where_nobody_listens_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,6 @@ from test_manifest_faults import content_after_a_restart, make
 from data_tools.sharding.write_shard import ShardingJob, _read_image
 from data_tools.sources import Listing, Reader, list_source
 from data_tools.vtab import prepare
-from data_tools.vtab.origin import Origin
 from pipeline import model as models
 from pipeline.base.errors import UserError
 from pipeline.checkpoint.store import Checkpoints
@@ -158,7 +157,7 @@ def read_vtab(name: str, source: Path) -> str:
     task = next(task for task in TASKS if task.dataset == name)
     config = ShardConfig(source=str(source), out="unused", splits=dict.fromkeys(prepare.SPLITS, ""))
     with vtab_originals.small_splits(), tempfile.TemporaryDirectory() as staging:
-        return as_sharded(prepare._list(task, Origin("originals", source), False, source, config, Path(staging)))
+        return as_sharded(prepare._list(task, False, source, config, Path(staging)))
 
 
 VTAB = {
