@@ -109,7 +109,7 @@ def excluded_rows(dataset: "Dataset", split: str, choice: str) -> tuple[np.ndarr
     for name, path in _chosen(dataset, choice).items():
         rows = _rows(dataset, path, split)
         counts[name] = len(rows)
-        together = np.union1d(together, rows)
+        together = np.union1d(together, rows) if len(together) else rows
     return together, counts
 
 
@@ -148,7 +148,7 @@ def _rows(dataset: "Dataset", path: AnyPath, split: str) -> np.ndarray:
         raise UserError(
             f"{path} was made for another {SAMPLES_FILE} than that of {dataset.path}. Make it again, or remove it."
         )
-    return np.unique(rows)
+    return rows if (rows[1:] > rows[:-1]).all() else np.unique(rows)
 
 
 def _scan(batches: Iterable[pa.RecordBatch], split: str) -> tuple[bytes, np.ndarray]:

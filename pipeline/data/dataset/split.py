@@ -181,6 +181,12 @@ class Split:
         # The method of an array takes half the time of numpy's function.
         return rows + self._kept_before.searchsorted(rows, side="right")
 
+    def manifest_range(self, first: int, end: int) -> np.ndarray:
+        """`manifest_rows` of the rows from `first` to the one before `end`."""
+        begin, last = (int(self.manifest_rows(row)) for row in (first, end - 1))
+        between = slice(*np.searchsorted(self.excluded_rows, (begin, last)))
+        return np.delete(np.arange(begin, last + 1), self.excluded_rows[between] - begin)
+
     def place_of(self, row: int) -> tuple[int, int]:
         """(offset inside its tar, size) in bytes of one image."""
         at = self.manifest_rows(row)

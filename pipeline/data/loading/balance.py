@@ -48,13 +48,17 @@ class FirstLabels:
 
     def __init__(self, split: Split) -> None:
         self.split = split
+        index = split.index
+        self.has_one_each = index.max_labels == 1 and len(index.labels) == len(index)
 
     def __len__(self) -> int:
         return len(self.split)
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         first, end, _ = rows.indices(len(self))
-        index, at = self.split.index, self.split.manifest_rows(np.arange(first, end))
+        index, at = self.split.index, self.split.manifest_range(first, end)
+        if self.has_one_each:
+            return index.labels[at]
         starts, ends = (index.label_starts[at + more] for more in (0, 1))
         labels = np.full(end - first, -1, np.int32)
         labels[ends > starts] = index.labels[starts[ends > starts]]

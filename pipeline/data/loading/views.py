@@ -168,6 +168,8 @@ def noting_left_out(writer: ViewWriter, noted: dict[int, set[str]]) -> ViewWrite
 
 def bounding_box(regions: Sequence[Region]) -> Region:
     """The smallest region that contains all of these."""
+    if len(regions) == 1:  # The most frequent case, for which the sums below would take half a percent of decoding.
+        return regions[0]
     top, left = min(region[0] for region in regions), min(region[1] for region in regions)
     bottom, right = max(region[0] + region[2] for region in regions), max(region[1] + region[3] for region in regions)
     return top, left, bottom - top, right - left
