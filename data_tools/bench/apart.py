@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -57,7 +58,7 @@ def _child(work: Work, arguments: tuple[Any, ...], sender: Connection) -> None:
             sender.send(row)
     except (Exception, KeyboardInterrupt) as error:
         text = f"{type(error).__name__}: {on_one_line(error)}"[:200]
-        sender.send({"failed": text})
+        sender.send({"failed": text, "traceback": traceback.format_exc()[-3000:]})
     sender.send(None)
     sys.stdout.flush()
     # What is still running (threads of a loader, a compiler's pool) must not keep the process.

@@ -7,6 +7,8 @@ that takes too long is a row of the result. What is worth most comes first, and 
 import json
 import math
 import os
+import platform
+import re
 import shlex
 import sys
 import tempfile
@@ -65,13 +67,18 @@ class GpuBench:
         self.deadline = time.monotonic() + config.seconds - _REPORT_SECONDS
         self.cases = [self._case(*name.split("@")) for name in config.models or _MODELS[config.device]]
         self.rows: list[Row] = []
-        self.device = "CPU"
+        cpu = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        self.machine: dict[str, Any] = {
+            "cpu": cpu[1] if cpu else platform.machine(),
+            "cores": len(os.sched_getaffinity(0)),
+            "gpu": "none",
+            "torch": torch.__version__,
+        }
         self.facts: dict[str, Any] = {
             # The command as typed: launch/bench.py takes the benchmark's name out of sys.argv.
             "command": shlex.join(["python", *sys.orig_argv[1:]]),
             "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
-            "cores": len(os.sched_getaffinity(0)),
-            "torch": torch.__version__,
+            "machine": self.machine,
         }
 
     def _case(self, model: str, pixels: str) -> Case:
@@ -84,7 +91,7 @@ class GpuBench:
         first, others = self.cases[0], self.cases[1:]
         compiled = replace(DEFAULTS, compile=True)
         for row in self.apart("product", gpu_step.matrix_product, self.config.device):
-            self.device = row.get("gpu", self.device)
+            self.machine |= {name: row[name] for name in ("gpu", "clocks") if name in row}
         self.steps(first, Setup(), Setup(deterministic=True), DEFAULTS, compiled)
         for setup in (DEFAULTS, compiled):
             self.apart(f"profile {first.name}, batch {first.batch}, {setup}", gpu_step.profile, first, setup)
@@ -182,8 +189,9 @@ class GpuBench:
 
     def report(self) -> None:
         """Print the tables in Markdown, and the settings to use; both also become part of the file."""
+        device = self.machine["cpu"] if self.machine["gpu"] == "none" else self.machine["gpu"]
         product = next((row["tflops"] for row in self.rows if "side" in row), 0.0)
-        sheet = gpu.tflops if (gpu := find_gpu(self.device)) else 0.0
+        sheet = gpu.tflops if (gpu := find_gpu(device)) else 0.0
         blocks: list[Block] = [
             Paragraph(
                 f"bf16; TFLOP/s of a plain matrix product {product:,.1f} (0: not measured), of the data sheet"
@@ -203,7 +211,7 @@ class GpuBench:
                 settings.append(f"(measured={best['images_per_second']:.0f} of launch/plan.py)")
             text = f"{model}, batch {batch}: fastest exact step of the engine: {' '.join(settings)}."
             blocks.append(Paragraph(text))
-        title = f"{self.device}, cores: {self.facts['cores']}, torch {self.facts['torch']}, {self.facts['date']}"
+        title = f"{device}, cores: {self.machine['cores']}, torch {self.machine['torch']}, {self.facts['date']}"
         self.facts["report"] = markdown(f"{title}: `{self.facts['command']}`", blocks)
         self.write()
         print("\n" + self.facts["report"], flush=True)
@@ -223,6 +231,7 @@ def _make_shards(folder: Path, num_images: int) -> Iterator[Row]:
     import simplejpeg
 
     from data_tools.sharding import shard
+    from data_tools.sharding.holdout import hold_out
     from data_tools.sharding.write_shard import part_path, read_rows, write_planned
     from data_tools.sources import list_source
     from data_tools.sources.split_files import PARTS
@@ -239,8 +248,8 @@ def _make_shards(folder: Path, num_images: int) -> Iterator[Row]:
         path = source / f"class{number % 10}" / f"{number:06d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(jpegs[number % len(jpegs)])
-    config = ShardConfig(source=str(source), out=str(out), samples_per_shard=256, inspect="header")
-    listing = list_source(source, config, folder / "staging")
+    config = ShardConfig(source=str(source), out=str(out), holdout_per_class=2, samples_per_shard=256, inspect="header")
+    listing = hold_out(list_source(source, config, folder / "staging"), config)
     jobs = shard.make_jobs(listing, shard.make_plan(listing, config, out), config, out, {})
     shards = [write_planned(job).shard for job in jobs]
     tables = (read_rows(part_path(out, one.name)) for one in shards)

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import statistics
+import subprocess
 import tempfile
 import time
 from collections import defaultdict
@@ -48,6 +49,7 @@ from pipeline.settings.run import OptimizerConfig, RunConfig
 Step = Callable[[], Tensor]
 _LR, _MAX_BATCH = 1e-4, 16_384
 _CHECKED_STEPS, _PROFILED_STEPS = 5, 5
+_SHOWN_KERNELS, _NAME_LENGTH = 25, 90
 # Words in the names of kernels; the first kind that fits counts.
 _KINDS = {
     "attention": r"flash|fmha|sdpa|attention|softmax",
@@ -130,9 +132,18 @@ def matrix_product(device: str) -> Iterator[Row]:
     side, timed = 256, 0.2
     if device == "cuda":
         side, timed = 8192, 2.0
-        yield {"gpu": torch.cuda.get_device_name()}
+        yield {"gpu": torch.cuda.get_device_name(), "clocks": _clocks()}
     seconds = _median_seconds(_product(side, side, side, device), timed)
     yield {"side": side, "tflops": 2 * side**3 / seconds / 1e12}
+
+
+def _clocks() -> str:
+    """Clocks and power of the GPU now, and their limits, as nvidia-smi names them."""
+    query = "clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu,clocks_event_reasons.active"
+    try:
+        return subprocess.check_output(["nvidia-smi", f"--query-gpu={query}", "--format=csv"], text=True, timeout=20)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"not measured: {error}"
 
 
 def _product(rows: int, inner: int, columns: int, device: str) -> Callable[[], Tensor]:
@@ -188,8 +199,8 @@ def _forward_and_backward(attend: Callable[..., Tensor], inputs: list[Tensor]) -
 
 
 def profile(case: Case, setup: Setup) -> Iterator[Row]:
-    """One row of a step: ms of its parts by the engine's clock, and the share of each kind of kernel in their time.
-    "other" kernels are those of no known name.
+    """One row of a step: ms of its parts by the engine's clock, the share of each kind of kernel in their time, and the
+    slowest kernels. "other" kernels are those of no known name.
     """
     engine, steps = _engine(case, setup)
     step = steps(case.batch)
@@ -204,18 +215,24 @@ def profile(case: Case, setup: Setup) -> Iterator[Row]:
     parts = {f"{name}_ms": 1e3 * value / _PROFILED_STEPS for name, value in engine.clock.read().items()}
     with torch.profiler.profile() as profiler:
         some_steps()
-    kinds: dict[str, float] = defaultdict(float)
+    found: dict[str, float] = {}
     for event in profiler.key_averages():
         # With a GPU, of its kernels alone.
         if event.device_type.name.lower() == case.device:
             micros = event.self_device_time_total or event.self_cpu_time_total
-            kinds[kind_of(event.key)] += micros / 1e3 / _PROFILED_STEPS
-    total = sum(kinds.values())
+            found[event.key] = micros / 1e3 / _PROFILED_STEPS
+    kinds: dict[str, float] = defaultdict(float)
+    for name, ms in found.items():
+        kinds[kind_of(name)] += ms
+    total = sum(found.values())
+    slowest = sorted(found, key=lambda name: -found[name])[:_SHOWN_KERNELS]
     yield {
         "setup": asdict(setup),
         "kernels_ms": total,
         **parts,
         **{f"{kind}_share": ms / total for kind, ms in kinds.items()},
+        "attention_kernels": sorted(name[:_NAME_LENGTH] for name in found if kind_of(name) == "attention"),
+        "slowest_ms": {name[:_NAME_LENGTH]: found[name] for name in slowest},
     }
 
 
@@ -292,6 +309,7 @@ def from_shards(case: Case, data: str, steps: int, log_every: int, decoders: int
     round more.
 
     log_every: steps between log lines. decoders: threads.
+    The last log line precedes the evaluation at the end of the run.
     """
     from pipeline.train.start import run_training  # Late, as in `pipeline_engine`.
 
@@ -303,6 +321,8 @@ def from_shards(case: Case, data: str, steps: int, log_every: int, decoders: int
             f"data.threads={decoders}",
             f"train.length={3 * steps} steps",
             f"train.log_every={log_every}",
+            "evaluate.every=100%",
+            f"evaluate.batch={case.batch}",
             f"checkpoint.every={steps} steps",
             "checkpoint.keep=1",
             "track.enabled=false",

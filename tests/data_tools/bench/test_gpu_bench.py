@@ -173,6 +173,7 @@ def test_the_whole_benchmark_on_a_cpu(forge: Forge, tmp_path: Path, monkeypatch:
     assert {row["layer"] for row in rows if "layer" in row} == {"qkv", "out", "up", "down"}
     for row in (row for row in rows if row["name"].startswith("profile")):
         assert sum(value for name, value in row.items() if name.endswith("_share")) == pytest.approx(1)
+        assert row["attention_kernels"]
         assert row["optimizer_ms"] > 0
     assert [row["same_bits"] for row in rows if "same_bits" in row] == ["true"] * 2
     measured = {
