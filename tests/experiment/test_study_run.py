@@ -220,7 +220,7 @@ def test_what_diverges_or_fails_is_reported_and_the_others_go_on(
     assert ("finetune", "good-seed0-tuned") in started
     said = capsys.readouterr().out
     assert said.index("output/good-seed0-tuned.txt") < said.index("good-seed0-tuned: "), "where a run is to be seen"
-    assert said.index("1 at a time on CPUs") < said.index("output/")
+    assert said.index("6 runs, 0 of them done") < said.index("output/")
     # Again: what is done is not run again, nor what diverged; what failed is.
     del started[:]
     with pytest.raises(UserError):
