@@ -43,7 +43,7 @@ def runs(forge: Forge, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     third = f"{{path: {folder}/c, weight: 2, from_step: 3}}"
 
     def run(name: str, mix: str, *more: str) -> list[str]:
-        mixed = [f"data.mix=[{mix}]", "data.weight=2", "checkpoint.best=b_val_top1"]
+        mixed = [f"data.mix=[{mix}]", "data.weight=2", "data.eval_also=train", "checkpoint.best=train_top1"]
         return settings(folder / "a", folder, name, *mixed, *more)
 
     both = f"{second}, {third}"
