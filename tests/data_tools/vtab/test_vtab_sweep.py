@@ -55,7 +55,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, vtab_tasks: tuple[Path, T
 
 def sweep(folder: Path, settings: Sequence[str], *more: str) -> dict[str, Any]:
     config = schema.load(VtabConfig, None, [*settings, *more])
-    results = vtab.run_sweep(config, folder, engine.on_ray(config.threads, config.gpu_share, config.num_tasks)[0])
+    results = vtab.run_sweep(config, folder, engine.on_ray(config.threads, config.gpu_share, config.num_tasks))
     assert json.loads((folder / "results.json").read_text()) == results
     return results
 
