@@ -68,7 +68,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Layout:
+class EngineLayout:
     """A layout. memory: of a rank at its peak. micro_batch: the chosen one, or the largest that fits; None without a
     cluster.
     """
@@ -87,7 +87,7 @@ class Layout:
         ]
 
 
-def choose(config: RunConfig, model: Config, cluster: Cluster) -> Layout:
+def choose(config: RunConfig, model: Config, cluster: Cluster) -> EngineLayout:
     """Choose the layout that should train fastest. Raises UserError if none fits.
 
     Prefers no recomputation, then the lowest stage, then the largest micro-batch, among layouts that fill at most
@@ -116,7 +116,7 @@ def choose(config: RunConfig, model: Config, cluster: Cluster) -> Layout:
         )
     memory = rank_memory(model, chosen, largest, share // largest, world_size)
     engine = chosen.engine
-    return Layout(engine.zero_stage, engine.activation_checkpointing, memory, largest)
+    return EngineLayout(engine.zero_stage, engine.activation_checkpointing, memory, largest)
 
 
 def layouts_of(config: RunConfig) -> list[RunConfig]:
@@ -159,8 +159,8 @@ class Forecast:
     data: Data
     model: Config
     plan: Plan
-    layouts: list[Layout]
-    choice: Layout | None  # None without a cluster
+    layouts: list[EngineLayout]
+    choice: EngineLayout | None  # None without a cluster
 
     @property
     def flops_per_image(self) -> int:
@@ -202,7 +202,7 @@ def make_forecast(config: PlanConfig) -> Forecast:
         memory = rank_memory(model, trial, plan.micro_batch, plan.accumulation, num_gpus)
         largest = most_images(trial, model, 2, num_gpus, HEADROOM * cluster.gpu.memory) if cluster else None
         engine = trial.engine
-        layouts.append(Layout(engine.zero_stage, engine.activation_checkpointing, memory, largest))
+        layouts.append(EngineLayout(engine.zero_stage, engine.activation_checkpointing, memory, largest))
     choice = choose(config, model, cluster) if cluster else None
     return Forecast(config, cluster, data, model, plan, layouts, choice)
 
