@@ -37,7 +37,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, objective: str, *more: str, splits: t
         config=config,
         data=SimpleNamespace(
             split=SimpleNamespace(max_labels=1, num_targets=0),
-            evaluated={str(count): (None, range(count)) for count in splits},
+            evaluated={str(count): range(count) for count in splits},
         ),
         plan=make_plan(config, 500, 4),
         run_probe=SimpleNamespace(labelled=labelled * config.probe.reads_labels, own=range(500))
