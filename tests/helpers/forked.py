@@ -239,7 +239,7 @@ class ForkedRun:
     def send(self, rank: int, number: signal.Signals) -> None:
         os.kill(self.pids[rank], number)
 
-    def wait(self, seconds: float = 300) -> list[int]:
+    def wait(self, seconds: float = 570) -> list[int]:
         """The ranks' exit codes; those that are still there after so many seconds, or when a test is given up, are
         killed.
         """
