@@ -64,6 +64,7 @@ def demo(config: DemoConfig) -> None:
     check([*score, f"weights={out / 'finetune'}", "shots=0"])
     check([*score, f"weights={out / 'pretrain'}", "shots=5", "classify=false"])
     check([sys.executable, f"{ROOT}/launch/report.py", str(out / "finetune")])
+    print(f"\nAll runs in a browser: make mlflow STORE={config.out}/mlflow.db")
 
 
 def training(out: Path, name: str, *settings: str) -> list[str]:
