@@ -37,8 +37,8 @@ def test_a_rank_waits_for_nothing_that_nobody_uses() -> None:
 
 
 def refused(command: str, *runs: list[str], **environment: str) -> list[str]:
-    """What a training command says of each of several runs before it ends with code 2, in one process without torch and
-    DeepSpeed.
+    """The error of each of several runs, which end with code 2 in one process without torch and DeepSpeed. On a slow
+    machine they also say that they are at work.
     """
     script = f"""
 import runpy, sys
@@ -54,8 +54,9 @@ for overrides in {list(runs)}:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
     )
     assert (done.returncode, done.stdout) == (0, len(runs) * "2\n"), done.stderr
-    assert done.stderr.count("\n") == len(runs), done.stderr
-    return done.stderr.splitlines()
+    errors = [line for line in done.stderr.splitlines() if not line.endswith(" ...")]
+    assert len(errors) == len(runs), done.stderr
+    return errors
 
 
 def test_another_host_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +123,9 @@ def test_missing_weights_are_said_before_a_run_is_there(forge: Forge, dataset: P
     run = [text for text in settings(dataset, tmp_path, "x", f"init.weights={file}") if not text.startswith("model.")]
     rank = forge.start(1, run)
     assert rank.wait() == [2], rank.said()
-    assert rank.said().startswith(f"error: init.weights = {file}: ")
-    assert rank.said().count("\n") == 1
-    assert "docs/weights.md" in rank.said()
+    (error,) = [line for line in rank.said().splitlines() if not line.endswith(" ...")]
+    assert error.startswith(f"error: init.weights = {file}: ")
+    assert "docs/weights.md" in error
     assert not list(tmp_path.iterdir())
 
 
