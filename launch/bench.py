@@ -10,14 +10,12 @@ results are written as they are measured.
 """
 
 import sys
-from os.path import dirname
 
-sys.path.insert(0, dirname(dirname(__file__)))
+from _repository import command
 
-from pipeline.settings.command import main
 from pipeline.settings.commands.bench import GpuBenchConfig
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["gpu"]:
         del sys.argv[1]
-    main(GpuBenchConfig, "data_tools.bench.gpu_bench", __doc__)
+    command.main(GpuBenchConfig, "data_tools.bench.gpu_bench", __doc__)

@@ -18,13 +18,9 @@ settings choose the same images on the same machine, and the first 50 of 100 are
 See docs/unlabelled.md.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.weights import ChooseConfig
 
 if __name__ == "__main__":
-    main(ChooseConfig, "pipeline.evaluate.choose", __doc__)
+    command.main(ChooseConfig, "pipeline.evaluate.choose", __doc__)

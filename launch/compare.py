@@ -10,13 +10,9 @@ task; settings, data and code that differ. Runs are read from their folders; tho
 Writes report.md, report.html (self-contained), figures (.png), runs.parquet and pairs.csv.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.reports import CompareConfig
 
 if __name__ == "__main__":
-    main(CompareConfig, "pipeline.review.compare", __doc__)
+    command.main(CompareConfig, "pipeline.review.compare", __doc__)

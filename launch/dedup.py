@@ -21,13 +21,9 @@ keeps 1 KB per image), and searched once (dedup/search), also for another max_di
 sets in against are only read.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.data import DedupConfig
 
 if __name__ == "__main__":
-    main(DedupConfig, "data_tools.dedup.dedup", __doc__)
+    command.main(DedupConfig, "data_tools.dedup.dedup", __doc__)

@@ -12,15 +12,15 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from _repository import command
 
 from data_tools.demo import make_digits, make_shapes
 from pipeline.base.errors import UserError
 from pipeline.base.tracking_uri import sqlite_uri
-from pipeline.settings.command import main
 from pipeline.settings.quantities import PathText
 from pipeline.settings.schema import Settings, setting
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class DemoConfig(Settings):
@@ -113,4 +113,4 @@ def title(text: str) -> None:
 
 
 if __name__ == "__main__":
-    main(DemoConfig, demo, __doc__)
+    command.main(DemoConfig, demo, __doc__)

@@ -11,13 +11,9 @@ Writes report.md, scores.json, per_class.csv (per_label.csv) and confusion.png i
 end. Unreadable images count as wrong and are listed; more than max_bad_share of them are an error.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.weights import ScoreConfig
 
 if __name__ == "__main__":
-    main(ScoreConfig, "pipeline.evaluate.score_report", __doc__)
+    command.main(ScoreConfig, "pipeline.evaluate.score_report", __doc__)

@@ -11,13 +11,9 @@ split and key will do. All lists are applied by default (data.exclude, exclude);
 See docs/data_format.md.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.data import ExcludeConfig
 
 if __name__ == "__main__":
-    main(ExcludeConfig, "data_tools.check.exclude", __doc__)
+    command.main(ExcludeConfig, "data_tools.check.exclude", __doc__)

@@ -14,13 +14,9 @@ docs/explain.md.
 Writes a PNG per figure, and explain.json with the numbers in the figures.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.weights import ExplainConfig
 
 if __name__ == "__main__":
-    main(ExplainConfig, "pipeline.explain.explain", __doc__)
+    command.main(ExplainConfig, "pipeline.explain.explain", __doc__)

@@ -12,13 +12,9 @@ of the same images; if these differ by more than a tolerance, the result is dele
 docs/weights.md lists what each format can store and what each library computes.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.weights import ExportConfig
 
 if __name__ == "__main__":
-    main(ExportConfig, "pipeline.evaluate.export", __doc__)
+    command.main(ExportConfig, "pipeline.evaluate.export", __doc__)

@@ -21,13 +21,9 @@ Of patches, features are float16 (rows, columns, features), and images that cann
 See docs/explain.md.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.weights import FeaturesConfig
 
 if __name__ == "__main__":
-    main(FeaturesConfig, "pipeline.evaluate.features", __doc__)
+    command.main(FeaturesConfig, "pipeline.evaluate.features", __doc__)

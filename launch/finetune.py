@@ -13,13 +13,9 @@ finishes a run.
 The weights determine the architecture: leave model.name and model sizes unset.
 """
 
-import sys
-from os.path import dirname
-
-sys.path.insert(0, dirname(dirname(__file__)))
+from _repository import command
 
 from pipeline.base.errors import UserError
-from pipeline.settings.command import main
 from pipeline.settings.run import RunConfig
 
 
@@ -40,4 +36,4 @@ def finetune(config: RunConfig) -> None:
 
 
 if __name__ == "__main__":
-    main(RunConfig, finetune, __doc__, by_launcher=True)
+    command.main(RunConfig, finetune, __doc__, by_launcher=True)

@@ -12,13 +12,9 @@ Each run is a folder in <out>/<name>. After an interruption, run the same comman
 continue.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.reports import GridConfig
 
 if __name__ == "__main__":
-    main(GridConfig, "pipeline.experiment.grid", __doc__)
+    command.main(GridConfig, "pipeline.experiment.grid", __doc__)

@@ -17,13 +17,9 @@ finished manifest, it checks that no tar has changed. To shuffle, resize, merge 
 again: launch/shard.py layout=webdataset.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.data import IndexConfig
 
 if __name__ == "__main__":
-    main(IndexConfig, "data_tools.sharding.index", __doc__)
+    command.main(IndexConfig, "data_tools.sharding.index", __doc__)

@@ -12,13 +12,9 @@ With cluster=..., it recommends ZeRO stage, micro-batch and activation checkpoin
 run that does not fit the GPU's memory. See docs/plan.md.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.operate import PlanConfig
 
 if __name__ == "__main__":
-    main(PlanConfig, "pipeline.estimate.forecast", __doc__)
+    command.main(PlanConfig, "pipeline.estimate.forecast", __doc__)

@@ -13,13 +13,9 @@ row per image, with a column for each number. An unreadable image has one row, w
 of them than max_bad_share, and than 10, are an error; with many, set max_bad_share=1.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.weights import PredictConfig
 
 if __name__ == "__main__":
-    main(PredictConfig, "pipeline.evaluate.predict", __doc__)
+    command.main(PredictConfig, "pipeline.evaluate.predict", __doc__)

@@ -10,13 +10,10 @@ Pre-train a Vision Transformer. The same command starts, resumes and finishes a 
 With train.loss=NAME, --help also lists the settings of what is learned.
 """
 
-import sys
 from collections.abc import Sequence
-from os.path import dirname
 
-sys.path.insert(0, dirname(dirname(__file__)))
+from _repository import command
 
-from pipeline.settings.command import main
 from pipeline.settings.run import RunConfig
 
 
@@ -40,4 +37,4 @@ def settings_of_the_objective(arguments: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    main(RunConfig, pretrain, __doc__, more_help=settings_of_the_objective, by_launcher=True)
+    command.main(RunConfig, pretrain, __doc__, more_help=settings_of_the_objective, by_launcher=True)

@@ -4,10 +4,9 @@ import argparse
 import signal
 import sys
 from functools import partial
-from os.path import dirname
 from pathlib import Path
 
-sys.path.insert(0, dirname(dirname(__file__)))
+from _repository import command
 
 from pipeline.base.errors import Stopped, UserError
 from pipeline.cluster import ray_tasks
@@ -15,7 +14,6 @@ from pipeline.cluster.status_files import RESUME
 from pipeline.process.installed import python_arguments
 from pipeline.process.launcher import forget_launcher
 from pipeline.process.outputs import try_outputs
-from pipeline.settings.command import mistakes_in_one_line, read_settings
 from pipeline.settings.run import RunConfig
 
 ABOUT = """
@@ -29,13 +27,13 @@ means that the same command resumes the run. Set RAY_JOB_STOP_WAIT_TIME_S=30, so
 """
 
 
-def run(ranks: int, cpus_per_rank: int, command: list[str]) -> int:
-    if Path(command[0]).stem not in ("pretrain", "finetune"):
+def run(ranks: int, cpus_per_rank: int, words: list[str]) -> int:
+    if Path(words[0]).stem not in ("pretrain", "finetune"):
         raise UserError(
-            f"{command[0]} trains no ranks: give launch/pretrain.py or launch/finetune.py and its settings, without a"
+            f"{words[0]} trains no ranks: give launch/pretrain.py or launch/finetune.py and its settings, without a"
             " launcher before it."
         )
-    settings = read_settings(RunConfig, command[1:])
+    settings = command.read_settings(RunConfig, words[1:])
     mixed = [("data.mix", entry.path) for entry in settings.data.mix]
     for name, path in (("out", settings.out), ("data.path", settings.data.path), *mixed):
         ray_tasks.shared_path(name, path)
@@ -48,10 +46,10 @@ def run(ranks: int, cpus_per_rank: int, command: list[str]) -> int:
     heard: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):  # After connect(): Ray installs its own handlers.
         signal.signal(number, lambda number, frame: heard.append(number))
-    command = [*python_arguments(command[0]), *command[1:]]
+    words = [*python_arguments(words[0]), *words[1:]]
     say = partial(print, flush=True)
     try:
-        return ray_tasks.run_ranks(command, ranks, cpus_per_rank, say, lambda: bool(heard))
+        return ray_tasks.run_ranks(words, ranks, cpus_per_rank, say, lambda: bool(heard))
     except Stopped:
         say("stopped before the ranks ran: the same command starts them (exit code 75)")
         return RESUME
@@ -72,5 +70,5 @@ if __name__ == "__main__":
     if arguments.ranks < 0 or arguments.cpus_per_rank < 1:
         parser.error("--ranks must not be negative, and --cpus-per-rank must be at least 1")
     forget_launcher()
-    with mistakes_in_one_line():
+    with command.mistakes_in_one_line():
         sys.exit(run(arguments.ranks, arguments.cpus_per_rank, arguments.command))

@@ -10,13 +10,9 @@ that `mlflow artifacts download` made.
 Writes report.html (reads well on a desktop, on a phone and printed), report.md and its pictures.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.reports import RunReportConfig
 
 if __name__ == "__main__":
-    main(RunReportConfig, "pipeline.review.report", __doc__, subject="run")
+    command.main(RunReportConfig, "pipeline.review.report", __doc__, subject="run")

@@ -11,13 +11,9 @@ step counts from 1, as in log lines; epoch and place count from 0. row is the sa
 The command fails if the data or the excluded samples differ from those of the run.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.operate import SamplesConfig
 
 if __name__ == "__main__":
-    main(SamplesConfig, "pipeline.review.samples", __doc__)
+    command.main(SamplesConfig, "pipeline.review.samples", __doc__)

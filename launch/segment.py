@@ -13,13 +13,9 @@ A mask is a PNG of the size of its image, with the number of a class in each pix
 the path of its image below its folder: photos/cat/1.jpg, masks/cat/1.png. See docs/segmentation.md.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.segment import SegmentConfig
 
 if __name__ == "__main__":
-    main(SegmentConfig, "pipeline.evaluate.segmentation.run", __doc__)
+    command.main(SegmentConfig, "pipeline.evaluate.segmentation.run", __doc__)

@@ -33,13 +33,9 @@ the byte. On a finished data set, it checks every shard and writes damaged or mi
 Unreadable images are skipped and listed in skipped.csv; above a share of max_bad_share the job stops.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.data import ShardConfig
 
 if __name__ == "__main__":
-    main(ShardConfig, "data_tools.sharding.shard", __doc__)
+    command.main(ShardConfig, "data_tools.sharding.shard", __doc__)

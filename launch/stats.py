@@ -11,13 +11,9 @@ With values=..., measures the range of the values of the training images and rec
 Writes stats.json, classes.csv, histograms.png and contact_sheet.png into out.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.data import StatsConfig
 
 if __name__ == "__main__":
-    main(StatsConfig, "data_tools.check.stats", __doc__)
+    command.main(StatsConfig, "data_tools.check.stats", __doc__)

@@ -23,13 +23,9 @@ Cells run cheapest first. After any interruption, run the same command again: fi
 A cell that fails or diverges is reported, and the others continue; the exit code is then 2 for failures.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.study import StudyConfig
 
 if __name__ == "__main__":
-    main(StudyConfig, "pipeline.experiment.study", __doc__)
+    command.main(StudyConfig, "pipeline.experiment.study", __doc__)

@@ -13,16 +13,14 @@ The run's folder has a log of the supervisor in supervise.log.
 
 import sys
 from functools import partial
-from os.path import dirname
 
-sys.path.insert(0, dirname(dirname(__file__)))
+from _repository import command
 
 from pipeline.cluster.supervise import supervise
-from pipeline.settings.command import main
 from pipeline.settings.commands.operate import SuperviseConfig
 
 if __name__ == "__main__":
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    command = sys.argv[split + 1 :]
+    launcher = sys.argv[split + 1 :]
     del sys.argv[split:]
-    main(SuperviseConfig, partial(supervise, command), __doc__, starts_launcher=True)
+    command.main(SuperviseConfig, partial(supervise, launcher), __doc__, starts_launcher=True)

@@ -12,13 +12,9 @@ server.
 A run in progress is skipped. Sending twice changes nothing.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.reports import SyncConfig
 
 if __name__ == "__main__":
-    main(SyncConfig, "pipeline.review.sync", __doc__)
+    command.main(SyncConfig, "pipeline.review.sync", __doc__)

@@ -17,11 +17,9 @@ data set, no list of its shards).
 """
 
 import sys
-from os.path import dirname
 
-sys.path.insert(0, dirname(dirname(__file__)))
+from _repository import command
 
-from pipeline.settings.command import main
 from pipeline.settings.commands.data import VerifyConfig
 
 
@@ -33,4 +31,4 @@ def verify(config: VerifyConfig) -> None:
 
 
 if __name__ == "__main__":
-    main(VerifyConfig, verify, __doc__)
+    command.main(VerifyConfig, verify, __doc__)

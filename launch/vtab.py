@@ -26,13 +26,9 @@ The result folder holds results.json, with protocol, weights and data and their 
 sweep is sent to MLflow (mlflow=URI; mlflow=none sends nothing) as one run.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.transfer import VtabConfig
 
 if __name__ == "__main__":
-    main(VtabConfig, "pipeline.experiment.vtab", __doc__)
+    command.main(VtabConfig, "pipeline.experiment.vtab", __doc__)

@@ -18,13 +18,9 @@ smallnorb. docs/vtab.md lists the files; missing files are reported with their U
 After an interruption, run the same command again.
 """
 
-import sys
-from os.path import dirname
+from _repository import command
 
-sys.path.insert(0, dirname(dirname(__file__)))
-
-from pipeline.settings.command import main
 from pipeline.settings.commands.data import VtabPrepareConfig
 
 if __name__ == "__main__":
-    main(VtabPrepareConfig, "data_tools.vtab.prepare", __doc__)
+    command.main(VtabPrepareConfig, "data_tools.vtab.prepare", __doc__)

@@ -19,6 +19,7 @@ import pytest
 from forked import Forge
 from tiny import make_dataset
 
+import launch  # noqa: F401  (puts its folder on the path, for commands that run in this process)
 from pipeline.cluster import ray_tasks
 from pipeline.process import waits
 

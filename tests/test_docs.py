@@ -59,7 +59,7 @@ def test_the_site_has_a_page_for_each_command_and_asks_nobody_else(tmp_path: Pat
     made = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
     pages = {page.relative_to(tmp_path / "site").as_posix(): page.read_text() for page in tmp_path.rglob("*.html")}
-    commands = {path.stem for path in (ROOT / "launch").glob("*.py")} - {"demo"}
+    commands = {path.stem for path in (ROOT / "launch").glob("[!_]*.py")} - {"demo"}
     assert {name for name in pages if name.startswith("commands/")} == {f"commands/{name}.html" for name in commands}
     assert "<code>train.global_batch</code>" in pages["commands/pretrain.html"]
     assert "<code>objective.mask_share</code>" in pages["commands/pretrain.html"]
@@ -106,7 +106,7 @@ def test_the_code_of_the_page_from_python_runs(tmp_path: Path, monkeypatch: pyte
 
 def test_every_command_is_in_the_table() -> None:
     table = (ROOT / "docs" / "commands.md").read_text()
-    commands = [path.name for path in (ROOT / "launch").glob("*.py")]
+    commands = [path.name for path in (ROOT / "launch").glob("[!_]*.py")]
     assert commands
     assert [name for name in commands if f"`{name}`" not in table] == []
 

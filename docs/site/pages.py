@@ -71,7 +71,7 @@ def _commands() -> list[str]:
 def _command_page(name: str) -> Iterator[str]:
     yield f"# {name}.py\n"
     script = ROOT / "launch" / f"{name}.py"
-    if "settings.command import main" not in script.read_text():  # It has options of its own.
+    if "command.main(" not in script.read_text():  # It has options of its own.
         shown = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True).stdout
         yield f"```\n{shown}```\n"
         return
@@ -110,7 +110,7 @@ def _asked(name: str) -> tuple[type, str]:
     argv, real = sys.argv, command.main
     sys.argv, command.main = [f"launch/{name}.py"], main
     try:
-        runpy.run_path(str(ROOT / "launch" / f"{name}.py"), run_name="__main__")
+        runpy.run_module(f"launch.{name}", run_name="__main__")
     finally:
         sys.argv, command.main = argv, real
     ((cls, about),) = found

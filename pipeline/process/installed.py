@@ -67,7 +67,7 @@ def main() -> None:
         print(f"error: vit {name[:200]!r}: no such command. `vit --help` lists them.", file=sys.stderr)
         sys.exit(2)
     sys.argv[0] = str(known[name])
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    runpy.run_module(f"launch.{name}", run_name="__main__", alter_sys=True)
 
 
 def _commands() -> dict[str, Path]:

@@ -257,7 +257,7 @@ def test_commands_that_start_no_run(command: list[str], said: str) -> None:
         [
             sys.executable,
             "-c",
-            "import runpy, sys; sys.argv[0] = 'launch/supervise.py'\n"
+            "import launch, runpy, sys; sys.argv[0] = 'launch/supervise.py'\n"
             "try: runpy.run_path('launch/supervise.py', run_name='__main__')\n"
             "finally: assert not {'torch', 'deepspeed', 'ray', 'mlflow', 'numpy', 'pyarrow'} & sys.modules.keys()",
             "--",

@@ -8,15 +8,15 @@ import sys
 import pytest
 from ranks import ROOT
 
-COMMANDS = sorted((ROOT / "launch").glob("*.py"))
+COMMANDS = sorted((ROOT / "launch").glob("[!_]*.py"))
 
 
 def test_help_waits_for_no_library() -> None:
     """But for the demo, which draws, and for Ray's launcher."""
     script = (
-        "import runpy, sys\n"
+        "import os, runpy, sys\n"
         "for path in sys.argv[1:]:\n"
-        "    sys.argv = [path, '--help']\n"
+        "    sys.argv, sys.path[0] = [path, '--help'], os.path.dirname(path)\n"
         "    try: runpy.run_path(path, run_name='__main__')\n"
         "    except SystemExit: print('done', path)\n"
         "print(sorted({'torch', 'numpy', 'pyarrow', 'matplotlib', 'cv2', 'ray', 'mlflow'} & sys.modules.keys()))\n"

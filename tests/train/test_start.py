@@ -42,6 +42,7 @@ def refused(command: str, *runs: list[str], **environment: str) -> list[str]:
     """
     script = f"""
 import runpy, sys
+sys.path.insert(0, {str(ROOT / "launch")!r})
 sys.modules["torch"] = sys.modules["deepspeed"] = None
 for overrides in {list(runs)}:
     sys.argv = ["{command}.py", *overrides]

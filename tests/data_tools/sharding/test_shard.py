@@ -73,6 +73,7 @@ def test_the_number_of_tasks_changes_no_byte(dataset: Dataset, source: Path, tmp
 # Runs a command that is killed when it has counted five shards, while its tasks make others.
 DIES = """
 import os, runpy, signal, sys
+import launch
 from data_tools.progress import ProgressMeter
 
 def add_and_die(meter, *arguments, **others):
