@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from annotated_types import Interval
 from pydantic import AfterValidator, Field
@@ -57,20 +57,24 @@ class Length:
 
     amount: float
     unit: Literal["epochs", "steps", "samples", "%", "s"]
+    # A regular expression for the units of this class, the one of a number without a unit, and how it is written.
+    units: ClassVar[str] = "epochs?|steps?|samples?|%"
+    usual_unit: ClassVar[str] = ""
+    form: ClassVar[str] = "write a length as '90 epochs', '10000 steps', '1.2e9 samples' or '5%'"
     __get_pydantic_core_schema__ = classmethod(_read_by_pydantic)
 
     def __gt__(self, number: float) -> bool:
         return self.amount > number
 
     @classmethod
-    def parse(cls, value: object) -> "Length":
-        if isinstance(value, Length):
+    def parse(cls, value: object) -> Self:
+        if isinstance(value, cls):
             return value
-        match = re.fullmatch(rf"\s*{_NUMBER}\s*(epochs?|steps?|samples?|%)\s*", str(value))
+        match = re.fullmatch(rf"\s*{_NUMBER}\s*({cls.units})\s*", str(value))
         if not match:
-            raise ValueError("write a length as '90 epochs', '10000 steps', '1.2e9 samples' or '5%'")
-        unit: Any = match[2] if match[2] == "%" else match[2].rstrip("s") + "s"
-        return cls(float(match[1]), unit)
+            raise ValueError(cls.form)
+        unit: Any = match[2] or cls.usual_unit
+        return cls(float(match[1]), unit if unit in ("%", "s") else unit.rstrip("s") + "s")
 
     def __str__(self) -> str:
         # Exact, so that a checkpoint's text is read back as the same length.
@@ -83,16 +87,13 @@ class Length:
 
         num_samples: samples in one epoch. total_steps: length of the run, needed by '%'.
         """
-        if self.unit == "steps":
-            exact = Fraction(self.amount)
-        elif self.unit == "samples":
-            exact = Fraction(self.amount) / global_batch
-        elif self.unit == "epochs":
-            exact = Fraction(self.amount) * num_samples / global_batch
-        else:
+        exact = Fraction(self.amount)
+        if self.unit == "%":
             if total_steps is None:
                 raise UserError(f"train.length = {self} is a share of itself: write it in epochs, steps or samples.")
-            exact = Fraction(self.amount) * total_steps / 100
+            exact = exact * total_steps / 100
+        elif self.unit != "steps":
+            exact = exact * (num_samples if self.unit == "epochs" else 1) / global_batch
         return math.floor(exact + Fraction(1, 2))
 
     def share_of(self, whole: "Length", global_batch: int) -> Fraction | None:
@@ -142,36 +143,25 @@ class ImageSize(NamedTuple):
 class Limit(Length):
     """How many samples of a split are used: a number, or a share such as '10%'."""
 
-    @classmethod
-    def parse(cls, value: object) -> "Limit":
-        if isinstance(value, Limit):
-            return value
-        match = re.fullmatch(rf"\s*{_NUMBER}\s*(%|samples)?\s*", str(value))
-        if not match or (match[2] == "%" and float(match[1]) > 100):
-            raise ValueError("write a number of samples, as 9e6, or a share of them, as 10%")
-        return cls(float(match[1]), "%" if match[2] == "%" else "samples")
+    units = "%|samples|"
+    usual_unit = "samples"
+    form = "write a number of samples, as 9e6, or a share of them, as 10%"
 
     def __str__(self) -> str:
         return super().__str__().removesuffix(" samples")
 
     def count(self, num_samples: int) -> int:
         """Number of samples out of `num_samples`, rounded to the nearest."""
-        exact = Fraction(self.amount) * num_samples / 100 if self.unit == "%" else Fraction(self.amount)
-        return math.floor(exact + Fraction(1, 2))
+        return self.steps(num_samples, 1, num_samples)
 
 
 @dataclass(frozen=True)
 class LogInterval(Length):
     """How often a line is logged: a number of steps, or a time such as '10 s'."""
 
-    @classmethod
-    def parse(cls, value: object) -> "LogInterval":
-        if isinstance(value, LogInterval):
-            return value
-        match = re.fullmatch(rf"\s*{_NUMBER}\s*(s|steps?)?\s*", str(value))
-        if not match:
-            raise ValueError("write a time, as '10 s', or a number of steps, as '50 steps'")
-        return cls(float(match[1]), "s" if match[2] == "s" else "steps")
+    units = "s|steps?|"
+    usual_unit = "steps"
+    form = "write a time, as '10 s', or a number of steps, as '50 steps'"
 
 
 def one_of(names: Collection[str]) -> AfterValidator:
