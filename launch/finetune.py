@@ -14,6 +14,7 @@ The weights determine the architecture: leave model.name and model sizes unset.
 """
 
 from _repository import command
+from pretrain import pretrain
 
 from pipeline.base.errors import UserError
 from pipeline.settings.run import RunConfig
@@ -25,14 +26,7 @@ def finetune(config: RunConfig) -> None:
             "init.weights is not set: fine-tuning starts from a run folder, a checkpoint, our .pt or an official .npz. "
             "Set init.weights=runs/NAME; launch/pretrain.py trains a new model."
         )
-    from data_tools.sharding.shard_once import shard_once
-    from pipeline.train.start import (  # Late, so that a mistake in the settings is reported without pyarrow.
-        refuse_missing_weights,
-        run,
-    )
-
-    shard_once(config.data.path, lambda: refuse_missing_weights(config))
-    run(config, draw="pipeline.review.draw")
+    pretrain(config)
 
 
 if __name__ == "__main__":
