@@ -49,15 +49,8 @@ def write_text(path: Path, text: str, durable: bool = True) -> None:
 
     durable: flush the text to the disk before the rename, so that it survives a power failure.
     """
-    with replacing_own(path, durable) as file:
-        file.write(as_bytes(text))
-
-
-@contextmanager
-def replacing_own(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
-    """`write_text` of a large file: the new file, to be written in the block."""
     with _replacing(path, path.with_name(f".{path.name}.tmp"), durable=durable) as file:
-        yield file
+        file.write(as_bytes(text))
 
 
 @contextmanager
@@ -157,10 +150,6 @@ def _hidden(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
 
 
-def _rename(hidden: Path, path: Path) -> None:
-    os.replace(hidden, path)  # Looked up at each call: tests let it fail.
-
-
 def _link(hidden: Path, path: Path) -> None:
     """Rename that raises FileExistsError where the path exists."""
     os.link(hidden, path)
@@ -173,7 +162,7 @@ def _replacing(
     hidden: Path,
     mode: int = 0o666,
     durable: bool = True,
-    appear: Callable[[Path, Path], None] = _rename,
+    appear: Callable[[Path, Path], None] | None = None,
 ) -> Iterator[BinaryIO]:
     try:
         with open(os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
@@ -183,7 +172,7 @@ def _replacing(
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-            appear(hidden, path)  # While the file is open, and so locked.
+            (appear or os.replace)(hidden, path)  # While the file is open, and so locked.
     except BaseException as error:
         with suppress(OSError):  # On a disk that became read-only this fails for a missing file, too.
             hidden.unlink()
