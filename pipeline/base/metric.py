@@ -50,8 +50,15 @@ class Metric:
 
 
 _TITLES = {
-    **{"top1": "top-1", "top5": "top-5", "rankme": "RankMe", "miou": "mIoU", "map": "mAP"},
-    **{"r2": "R²", "rmse": "RMSE", "mae": "MAE", "spearman": "Spearman"},
+    "top1": "top-1",
+    "top5": "top-5",
+    "rankme": "RankMe",
+    "miou": "mIoU",
+    "map": "mAP",
+    "r2": "R²",
+    "rmse": "RMSE",
+    "mae": "MAE",
+    "spearman": "Spearman",
 }
 # Scores of the head that are more telling than its accuracy, where they are measured.
 MAIN = ("map", "r2")

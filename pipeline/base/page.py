@@ -52,10 +52,6 @@ class Table:
         filled = [[row[i] for row in texts if row[i].strip(" -\u2013")] for i in range(len(self.header))]
         return [2 * sum(map(bool, map(_NUMBER.match, cells))) >= len(cells) for cells in filled]
 
-    @property
-    def pictures(self) -> list[PngImage]:
-        return [cell for row in self.rows for cell in row if isinstance(cell, PngImage)]
-
 
 @dataclass(frozen=True)
 class Code:
@@ -137,13 +133,10 @@ def _fill(template: Path, macros: str, values: dict[str, Any], parts: Path = _TE
 
 def report(title: str, blocks: Sequence[Block]) -> dict[str, bytes | str | None]:
     """Like `render`, for blocks."""
-    return render(_TEMPLATES / "blocks.j2", title, pictures_of(blocks), blocks=blocks)
-
-
-def pictures_of(blocks: Sequence[Block]) -> list[PngImage]:
-    """All pictures of the blocks, also those in tables."""
     pictures = [block for block in blocks if isinstance(block, PngImage)]
-    return pictures + [picture for block in blocks if isinstance(block, Table) for picture in block.pictures]
+    cells = [cell for block in blocks if isinstance(block, Table) for row in block.rows for cell in row]
+    pictures += [cell for cell in cells if isinstance(cell, PngImage)]
+    return render(_TEMPLATES / "blocks.j2", title, pictures, blocks=blocks)
 
 
 def markdown(title: str, blocks: Sequence[Block]) -> str:

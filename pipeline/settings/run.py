@@ -61,11 +61,6 @@ def minutes(default: float, **rule: Any) -> Any:
     return setting(default, **{"min": 0, "max": MINUTES_PER_YEAR, "on_change": "nothing", **rule})
 
 
-def _named(text: str) -> list[str]:
-    """The names in a text with commas between them, each once."""
-    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-
-
 class ModelConfig(Settings):
     """The model: its name, its image size, and what a run may set of `ViTConfig`; of a ResNet the width and head_bias,
     which a ViT has too.
@@ -231,7 +226,7 @@ class DataConfig(Settings):
 
         The first is the main one: of its predictions are figures and scores.json.
         """
-        return list(dict.fromkeys(filter(None, [self.evaluated_split, *_named(self.eval_also)])))
+        return list(dict.fromkeys(filter(None, [self.evaluated_split, *map(str.strip, self.eval_also.split(","))])))
 
     @property
     def evaluated_split(self) -> str:

@@ -20,11 +20,7 @@ from pipeline.settings.run import result_name
 from pipeline.settings.schema import Distinct, Seeds, Settings, setting
 
 # Each question is a file.
-QUESTIONS = sorted(
-    file.stem
-    for file in (Path(__file__).parents[2] / "experiment" / "questions").glob("*.py")
-    if file.stem != "__init__"
-)
+QUESTIONS = sorted(file.stem for file in (Path(__file__).parents[2] / "experiment" / "questions").glob("[!_]*.py"))
 # Settings of a run that the study sets itself.
 _SET_BY_STUDY = (
     "name=",
