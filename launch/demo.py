@@ -16,7 +16,7 @@ from _repository import command
 
 from data_tools.demo import make_digits, make_shapes
 from pipeline.base.errors import UserError
-from pipeline.base.tracking_uri import sqlite_uri
+from pipeline.monitor.tracking import default_uri
 from pipeline.settings.quantities import PathText
 from pipeline.settings.schema import Settings, setting
 
@@ -60,7 +60,7 @@ def demo(config: DemoConfig) -> None:
 
     title("5/5  Score: the fine-tuned model, then 5-shot linear probes of the pre-trained one; and a report")
     score = [sys.executable, f"{ROOT}/launch/evaluate.py", f"data={out / 'digits'}", "split=test", "experiment=demo"]
-    score.append(f"mlflow={sqlite_uri(out / 'mlflow.db')}")
+    score.append(f"mlflow={default_uri(out)}")
     check([*score, f"weights={out / 'finetune'}", "shots=0"])
     check([*score, f"weights={out / 'pretrain'}", "shots=5", "classify=false"])
     check([sys.executable, f"{ROOT}/launch/report.py", str(out / "finetune")])

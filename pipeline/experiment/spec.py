@@ -32,7 +32,7 @@ from pipeline.cluster.status_files import (
 )
 from pipeline.evaluate.probes.probe import probe_metrics
 from pipeline.experiment.table import START, Row, State
-from pipeline.monitor.mlflow.state import run_id_of
+from pipeline.monitor.export import run_id_of
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.process import waits
 from pipeline.process.start import check_program, dying_with_parent

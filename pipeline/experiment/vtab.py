@@ -49,7 +49,7 @@ from pipeline.experiment.vtab_cell import (
 from pipeline.experiment.vtab_report import TITLES, column_of, unpublished_warning
 from pipeline.experiment.vtab_tasks import TASKS, Task
 from pipeline.model import files, published
-from pipeline.monitor.mlflow.state import run_of_weights, tracked_folder_of
+from pipeline.monitor.export import run_of_weights, tracked_folder_of
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
 from pipeline.monitor.run_page import RunFacts, split_facts

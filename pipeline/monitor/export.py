@@ -22,11 +22,14 @@ from pipeline.base.words import on_one_line
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, parse_line
 from pipeline.monitor.page_folder import End, PageFolder
 from pipeline.monitor.run_page import RunFacts
+from pipeline.process.committed import run_of_checkpoint
 from pipeline.process.start import silence_broken_output
 from pipeline.process.waits import waiting
 
 # Step -> metric -> (value, milliseconds since 1970), of evaluations and probes.
 Scores = dict[int, dict[str, tuple[float, int]]]
+# Of MLflow: which of its runs belongs to a run folder.
+_MLFLOW_STATE = "mlflow.json"
 _METRICS_PER_REQUEST = 500
 # Seconds between looks at files and checkpoints, unless there are new scores.
 _LOOK_SECONDS = 60.0
@@ -302,6 +305,35 @@ def read_states(path: Path) -> dict[str, Sent]:
         return json_record.read(path, dict[str, Sent])
     except FileNotFoundError:
         return {}
+
+
+def last_uri(folder: Path) -> str:
+    """The tracking URI that a folder was sent to last, or tried, without its password; "" if there is none."""
+    return next(reversed(read_states(folder / _MLFLOW_STATE)), "")
+
+
+def tracked_folder_of(weights: str) -> Path | None:
+    """The folder of the tracked run that made weights: that they lie in, or that keeps its checkpoints elsewhere
+    (checkpoint.folder); None for other weights, and for a run that was not tracked.
+    """
+    path = Path(weights).absolute()
+    keeper = run_of_checkpoint(path)
+    return next((folder for folder in (*filter(None, [keeper]), path, *path.parents[:3]) if run_id_of(folder)), None)
+
+
+def run_of_weights(weights: str) -> str | None:
+    """ID of the MLflow run that made weights; None as above."""
+    folder = tracked_folder_of(weights)
+    return run_id_of(folder) if folder else None
+
+
+def run_id_of(folder: Path) -> str | None:
+    """ID of a folder's MLflow run at the tracking URI that was used last; None if it was never sent."""
+    with contextlib.suppress(OSError, UserError):
+        return next(
+            (sent.run_id for sent in reversed(read_states(folder / _MLFLOW_STATE).values()) if sent.run_id), None
+        )
+    return None
 
 
 def warn(line: str) -> None:

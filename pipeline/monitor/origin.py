@@ -13,8 +13,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from pipeline.base.errors import UserError
+from pipeline.monitor.export import run_id_of, tracked_folder_of
 from pipeline.monitor.metrics_file import METRICS_FILE, by_name, read_metrics
-from pipeline.monitor.mlflow.state import run_id_of, tracked_folder_of
 from pipeline.monitor.page_folder import RUN_FILE, PageFolder
 from pipeline.monitor.run_page import WeightsOrigin
 from pipeline.process.committed import GONE, NAME, read_checksums

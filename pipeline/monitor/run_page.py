@@ -17,7 +17,6 @@ import psutil
 
 from pipeline.base.metric import MAIN, Metric, kind_of, metric_of, title_of
 from pipeline.base.trained_on import TRAINED_BY
-from pipeline.monitor.mlflow.view import VIEW_TAG, view_tag
 
 if TYPE_CHECKING:
     from pipeline.data.dataset.manifest import Dataset
@@ -33,30 +32,6 @@ TEACHER_TAG = "teacher"
 # Begins a parameter of a training run whose probes read labels, before _ and a data set's name: the number of its
 # images that are tested on.
 PROBED_IMAGES = "probed_images"
-# Tags of an experiment. The first chose MLflow's pages for model training before 3.17, where the browser does.
-EXPERIMENT_TAGS = {
-    "mlflow.experimentKind": "custom_model_development",
-    VIEW_TAG: view_tag(),
-    NOTE: (
-        """\
-Vision Transformers: pre-training, fine-tuning and their scores, one run per run folder.
-
-**How to read it.** `score` is the last score of a run in per cent, of what kind, and on which data; a click on the
-number's head sorts by it. Scores that do not compare with top-1 have columns of their own: `score_knn`, `score_linear`
-and `score_miou`. `kind` and `model` say what a run is, `outcome` and `progress` how it ended and how far
-it came, `parent` from whose weights it began. Metrics are grouped: `eval/` scores on held-out images, `probe/` few-
-shot and nearest-neighbour accuracy of the features, `train/` loss and learning rate, `speed/` throughput and where
-the time goes, `health/` skipped steps, bad images and retries. To compare runs of different batch or model size, draw
-a chart against `train/images_seen` or `train/exaflops` instead of the step.
-
-**Data, code, settings.** *Datasets used* names the data by its fingerprint, *Source* the command and the git
-revision. Parameters are the settings that differ from their defaults, and what follows from them; `config.yaml` among
-the artifacts has all of them. A run that began from other weights names that run in its description and in the tags
-`parent...`.
-"""
-    ),
-}
-
 # A password in a URI: between the user and the host, or among the parameters behind the question mark. It may have a
 # slash, as in base64; what has at most five digits before one is a port.
 _PASSWORD = re.compile(r"(?<=://)([^/\s:@]*):(?:[^/\s]*|(?!\d{1,5}/)[^\s@]*)@")

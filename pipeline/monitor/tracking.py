@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.base.errors import naming
-from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
 from pipeline.monitor.export import Exporter, ExportTiming, FolderExport
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, accepted_name, open_to_append, repair
+from pipeline.monitor.mlflow.connection import sqlite_file, sqlite_uri
 from pipeline.monitor.mlflow.exporter import FindModels, MlflowExporter
 from pipeline.monitor.page_folder import End, PageFolder, Start, describe
 from pipeline.monitor.run_page import NOTE, RunFacts, hide_passwords, source_tags

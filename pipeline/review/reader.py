@@ -11,8 +11,8 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import missing
 from pipeline.cluster.status_files import SETTINGS_FILE, holder, read_settings, read_status
+from pipeline.monitor.export import run_id_of
 from pipeline.monitor.metrics_file import METRICS_FILE, Record, by_name, read_metrics
-from pipeline.monitor.mlflow.state import run_id_of
 from pipeline.monitor.page_folder import RUN_FILE, PageFolder, RunFile
 from pipeline.monitor.run_page import RunFacts
 from pipeline.review.record import RunRecord, Series

@@ -9,7 +9,7 @@ from pipeline.base.words import counted, missing
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder
 from pipeline.cluster.logged_models import logged_models
 from pipeline.cluster.status_files import SETTINGS_FILE, holder, last_end_in_words, read_settings, read_status
-from pipeline.monitor.mlflow.state import last_uri
+from pipeline.monitor.export import last_uri
 from pipeline.monitor.page_folder import RUN_FILE, End, PageFolder
 from pipeline.monitor.run_page import ModelFacts
 from pipeline.monitor.tracking import default_uri, exports_of

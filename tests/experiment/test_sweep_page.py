@@ -14,7 +14,7 @@ from pipeline.base.errors import UserError
 from pipeline.experiment import vtab
 from pipeline.experiment.vtab import tracking_uri
 from pipeline.experiment.vtab_cell import VtabCell
-from pipeline.monitor.mlflow.state import run_of_weights
+from pipeline.monitor.export import run_of_weights
 from pipeline.settings import schema
 from pipeline.settings.commands.transfer import VtabConfig
 

@@ -12,7 +12,7 @@ from servers import MlflowServer
 
 from pipeline.base.metric import Metric
 from pipeline.monitor.export import ExportTiming
-from pipeline.monitor.mlflow.view import VIEW_KEY
+from pipeline.monitor.mlflow.connection import VIEW_KEY
 from pipeline.monitor.run_page import DatasetFacts, ModelFacts, RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.settings.run import TrackConfig

@@ -12,8 +12,7 @@ import pytest
 from polling import until
 from tracked_steps import log_step
 
-from pipeline.monitor.export import ExportTiming
-from pipeline.monitor.mlflow.state import run_id_of
+from pipeline.monitor.export import ExportTiming, run_id_of
 from pipeline.monitor.page_folder import Start
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import Tracker, default_uri, send_report

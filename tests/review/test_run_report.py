@@ -15,7 +15,7 @@ from pipeline.cluster.status_files import read_settings
 from pipeline.data.storage.atomic import write_files
 from pipeline.evaluate import mistakes
 from pipeline.evaluate.render import draw_confusion
-from pipeline.monitor.mlflow.state import run_id_of
+from pipeline.monitor.export import run_id_of
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.monitor.run_page import DatasetFacts, WeightsOrigin
 from pipeline.monitor.tracking import default_uri

@@ -1,26 +1,104 @@
-"""Opens MLflow servers and databases by MLflow's public client. mlflow is imported only when it is used, because that
-takes seconds.
+"""Opens MLflow servers and databases by MLflow's public client, and experiments, with their description and the view
+of their runs that this project proposes. mlflow is imported only when it is used, because that takes seconds.
 """
 
+import json
 import logging
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from pipeline.base.errors import UserError
 from pipeline.base.files import create
-from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
 from pipeline.base.words import on_one_line
-from pipeline.monitor.run_page import EXPERIMENT_TAGS, hide_passwords
+from pipeline.monitor.run_page import NOTE, hide_passwords
 
 T = TypeVar("T")
 
 _MAX_REASON = 300
 # In the text of an error: MLflow has no code for it.
 _TOO_LARGE = "failed with error code 413 "
+_SQLITE = re.compile(r"sqlite(?:\+\w+)?://(?:/(?P<path>[^?]*))?(?P<query>\?.*)?", re.DOTALL)
+# MLflow keeps saved views as tags of the experiment; they are listed under *Views*, and `?viewStateShareKey=KEY` in an
+# address opens one. The fields are those that the page of MLflow 3.17 saves; unknown fields are ignored, missing ones
+# have their defaults.
+VIEW_KEY = "overview"
+_SAVED = 1_764_000_000_000  # Milliseconds since 1970. The page lists views by it; a fixed time keeps the tag the same.
+# Columns of the run list, left to right, and their widths in pixels; the important ones first: a window of 1,366 has
+# 700 left beside MLflow's menu and the fixed columns. Columns without content in a store are not shown. MLflow sorts by
+# metrics, not by tags: so `score` is both. Scores of other kinds than top-1 have columns of their own.
+_COLUMNS = {
+    "metrics.`score`": 80,
+    "metrics.`score_knn`": 90,
+    "metrics.`score_linear`": 90,
+    "metrics.`score_miou`": 90,
+    "tags.`score`": 180,
+    "tags.`dataset`": 120,
+    "tags.`model`": 125,
+    "tags.`outcome`": 130,
+    "tags.`kind`": 90,
+    "tags.`progress`": 165,
+    "tags.`parent`": 170,
+    "attributes.`Models`": 150,
+    "attributes.`Source`": 160,
+}
+# Columns that are always shown, and stay first.
+_FIXED = {"attributes.`Run Name`": 180, "attributes.`Created`": 130}
+_VIEW = {
+    "selectedColumns": list(_COLUMNS),
+    "columnOrder": [*_FIXED, *_COLUMNS],
+    "columnWidths": _FIXED | _COLUMNS,
+    "runsHiddenMode": "FIRST_20_RUNS",
+}
+# The first chose MLflow's pages for model training before 3.17, where the browser does.
+_EXPERIMENT_TAGS = {
+    "mlflow.experimentKind": "custom_model_development",
+    f"mlflow.sharedViewState.{VIEW_KEY}": json.dumps(
+        {"name": "Overview", "createdAt": _SAVED, "updatedAt": _SAVED, "state": json.dumps(_VIEW)}
+    ),
+    NOTE: (
+        """\
+Vision Transformers: pre-training, fine-tuning and their scores, one run per run folder.
+
+**How to read it.** `score` is the last score of a run in per cent, of what kind, and on which data; a click on the
+number's head sorts by it. Scores that do not compare with top-1 have columns of their own: `score_knn`, `score_linear`
+and `score_miou`. `kind` and `model` say what a run is, `outcome` and `progress` how it ended and how far
+it came, `parent` from whose weights it began. Metrics are grouped: `eval/` scores on held-out images, `probe/` few-
+shot and nearest-neighbour accuracy of the features, `train/` loss and learning rate, `speed/` throughput and where
+the time goes, `health/` skipped steps, bad images and retries. To compare runs of different batch or model size, draw
+a chart against `train/images_seen` or `train/exaflops` instead of the step.
+
+**Data, code, settings.** *Datasets used* names the data by its fingerprint, *Source* the command and the git
+revision. Parameters are the settings that differ from their defaults, and what follows from them; `config.yaml` among
+the artifacts has all of them. A run that began from other weights names that run in its description and in the tags
+`parent...`.
+"""
+    ),
+}
+
+
+def sqlite_uri(database: Path) -> str:
+    """The tracking URI of a database file, whatever characters its path has."""
+    # SQLAlchemy ends the path at a question mark and replaces %20 by a space; it takes every other character as it is.
+    return "sqlite:///" + str(database.resolve()).replace("%", "%25").replace("?", "%3F")
+
+
+def sqlite_file(uri: str) -> Path | None:
+    """File of an SQLite database; None for another store. Raises UserError for one in memory, which ends with this
+    process.
+    """
+    found = _SQLITE.fullmatch(uri)
+    if found is None:
+        return None
+    path = unquote(found["path"] or "")
+    if not path or ":memory:" in path or "mode=memory" in (found["query"] or ""):
+        raise UserError(f"{uri} is a database in memory, which ends with this process. Give sqlite:////PATH/mlflow.db.")
+    return Path(path)
 
 
 def connect(uri: str) -> Any:
@@ -61,7 +139,7 @@ def experiment_id(client: Any, name: str, artifact_location: str | None) -> str:
 
     if (experiment := client.get_experiment_by_name(name)) is None:
         try:
-            return str(client.create_experiment(name, artifact_location, EXPERIMENT_TAGS))
+            return str(client.create_experiment(name, artifact_location, _EXPERIMENT_TAGS))
         except MlflowException:  # Another run that began at the same time created it.
             if (experiment := client.get_experiment_by_name(name)) is None:
                 raise

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.base.errors import UserError
-from pipeline.base.tracking_uri import sqlite_file
-from pipeline.monitor.mlflow.connection import connect, found_by, one_line
+from pipeline.monitor.mlflow.connection import connect, found_by, one_line, sqlite_file
 from pipeline.monitor.mlflow.exporter import WEIGHTS
 from pipeline.monitor.run_page import hide_passwords
 from pipeline.monitor.tracking import default_uri

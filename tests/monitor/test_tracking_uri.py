@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.base.tracking_uri import sqlite_file, sqlite_uri
-from pipeline.monitor.mlflow.connection import connect, experiment_id
+from pipeline.monitor.mlflow.connection import connect, experiment_id, sqlite_file, sqlite_uri
 from pipeline.monitor.tracking import default_uri
 
 
