@@ -1,7 +1,6 @@
 """The frame of every command: parse arguments, load the settings, call a function, and report mistakes in one line."""
 
 import argparse
-import errno
 import gc
 import importlib
 import json
@@ -66,7 +65,8 @@ def main(
                 if isinstance(function, str):
                     with Work("importing PyTorch and other libraries"):
                         function = cast(Callable[[T], object], importlib.import_module(function).run)
-                    with Work(_title(about)):
+                    # What a command does, from the first line of its docstring: "score weights on a data set".
+                    with Work((about or "").partition(": ")[2].partition("\n")[0].partition(". ")[0].rstrip(".")):
                         function(settings)
                 else:
                     function(settings)
@@ -74,11 +74,6 @@ def main(
     finally:
         # The interpreter would look for garbage among all of torch's objects before it exits, for a second.
         gc.freeze()
-
-
-def _title(about: str | None) -> str:
-    """What a command does, from the first line of its docstring: "score weights on a data set and write a report"."""
-    return (about or "").partition(": ")[2].partition("\n")[0].partition(". ")[0].rstrip(".")
 
 
 def description(about: str | None) -> str:
@@ -137,12 +132,7 @@ def mistakes_in_one_line(by_launcher: bool = False) -> Iterator[None]:
         say_interrupted()
         sys.exit(130)
     except (UserError, CrashError, OSError) as error:
-        if (
-            isinstance(error, OSError)
-            and error.errno == errno.EPIPE
-            and error.filename is None
-            and silence_broken_output()
-        ):
+        if isinstance(error, BrokenPipeError) and error.filename is None and silence_broken_output():
             sys.exit(_SIGPIPE_CODE)
         line = mistake_in_words(error)
         if line is None:

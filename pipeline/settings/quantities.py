@@ -130,10 +130,10 @@ class ImageSize(NamedTuple):
         match = re.fullmatch(r"\s*([0-9]+)(?:\s*x\s*([0-9]+))?\s*", str(value))
         if not match:
             raise ValueError("write the side of a square, as 224, or height x width, as 224x384")
-        sides = (match[1], match[2] or match[1])
-        if not all(1 <= int(side) <= MAX_SIDE for side in sides):
+        size = cls(int(match[1]), int(match[2] or match[1]))
+        if not 1 <= min(size) <= max(size) <= MAX_SIDE:
             raise ValueError(f"a side has from 1 to {MAX_SIDE:,} pixels")
-        return cls(int(sides[0]), int(sides[1]))
+        return size
 
     def __str__(self) -> str:
         return str(self.height) if self.height == self.width else f"{self.height}x{self.width}"

@@ -577,11 +577,8 @@ class RunProbeConfig(ProbeConfig):
             )
         found: dict[str, tuple[str, str]] = {}
         for path, split in zip(paths, splits * len(paths) if len(splits) == 1 else splits, strict=True):
-            name = split
-            if "://" in path:
-                name = path.partition("?")[0].rstrip("/").rpartition("/")[2]
-            elif path:
-                name = Path(path).resolve().name
+            place = path.partition("?")[0] if "://" in path else path
+            name = Path(place).resolve().name if path else split
             if name in found:
                 raise UserError(
                     f"probe.data = {self.data}: two folders are named {name}, and so are their metrics: rename one."
@@ -590,8 +587,7 @@ class RunProbeConfig(ProbeConfig):
         return found
 
     def measured(self) -> dict[str, Metric]:
-        found = [self.metrics(name) for name in self.tested]
-        return {name: metric for one in found for name, metric in one.items()}
+        return {name: metric for data in self.tested for name, metric in self.metrics(data).items()}
 
 
 class CheckpointConfig(Settings):

@@ -183,8 +183,6 @@ def build(cls: type[T], tree: Any, where: str, section: str = "", overrides: Seq
     what = f"{where}: {name} = {as_typed(value)}"
     if found["type"] in ("dataclass_type", "dict_type"):
         raise UserError(f"{what}: must be a mapping, as {name}.NAME=value.{did_you_mean(cls, name)}")
-    if isinstance(value, dict) and found["type"].endswith("_type"):
-        raise UserError(f"{what}: must be one value, as {name}=value.")
     docs = {of: field.metadata["description"] for of, _, field, _ in leaves(cls)}
     doc = docs.get(name.partition("[")[0], "in this section")
     if found["type"] == "missing":
@@ -336,21 +334,17 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 def did_you_mean(cls: type, name: str, section: str = "") -> str:
     """The hint of an error about an unknown setting, or about a section that has a value."""
-    known = [of for of, *_ in leaves(cls, f"{section}." if section else "")]
-    near = _similar(name.lower().replace("-", "_"), known)
-    return f" Did you mean {' or '.join(near)}?" if near else " --help lists all settings."
-
-
-def _similar(name: str, known: list[str]) -> list[str]:
-    """Up to four settings, or a section, that may be meant: of the same last name, of a synonym, else a similar one."""
+    name = name.lower().replace("-", "_")
     owner, _, last = name.rpartition(".")
-    known = [of for of in known if of != name]
+    known = [of for of, *_ in leaves(cls, f"{section}." if section else "") if of != name]
     sections = {of.rpartition(".")[0] for of in known}
+    # Up to four settings, or a section, that may be meant: of the same last name, of a synonym, else a similar one.
     near = [of for of in known if of.split(".")[-1] == last] + synonyms(last, known)
     near = near or difflib.get_close_matches(name, [*known, *(sections - {name})], n=1, cutoff=0.75)
     # Of optimizer.learning_rate and model=ViT-B/16, the section is known.
     near = [of for of in near if of.startswith(f"{name if name in sections else owner}.")] or near
-    return [*dict.fromkeys(near)][:4]
+    near = [*dict.fromkeys(near)][:4]
+    return f" Did you mean {' or '.join(near)}?" if near else " --help lists all settings."
 
 
 # ---------------------------------------------------------------------- changed settings
@@ -409,9 +403,7 @@ def facts_of(cls: type, prefix: str = "", on_change: OnChange = "result") -> Map
     facts = {}
     for name, kind, declared, meaning in leaves(cls, prefix, on_change):
         default = default_of(declared)
-        default = None if default is REQUIRED else default
-        if typing.get_origin(kind) is dict:  # Its entries are names of their own.
-            facts.update({f"{name}.{key}": Fact(value, meaning) for key, value in (default or {}).items()})
+        if default is REQUIRED or typing.get_origin(kind) is dict:  # Of which the entries are names of their own.
             default = None
         facts[name] = Fact(to_dict(default), meaning)
     return facts
@@ -457,12 +449,26 @@ def fact_of(name: str, known: Mapping[str, Fact]) -> Fact | None:
 
 # ---------------------------------------------------------------------- settings without effect
 # (settings, prefix of their names) of a section, then of those that contain it.
-Sections = list[tuple[Any, str]]
+Sections = Sequence[tuple[Any, str]]
 
 
-def without_effect(settings: Settings, prefix: str = "") -> list[str]:
-    """A line for each setting that is not at its default and has no effect. prefix: of the settings' names."""
-    return _collect([(settings, prefix)], "")
+def without_effect(settings: Settings, prefix: str = "", containing: Sections = (), of_section: str = "") -> list[str]:
+    """A line for each setting that is not at its default and has no effect. prefix: of the settings' names. containing:
+    the sections that contain these settings. of_section: what all of these need and lack.
+    """
+    sections = [(settings, prefix), *containing]
+    found = []
+    for field in dataclasses.fields(settings):
+        name, value, rule = f"{prefix}{field.name}", getattr(settings, field.name), field.metadata
+        if isinstance(value, Settings):
+            missing = of_section or _missing(rule["needs"], [(value, f"{name}."), *sections])
+            found += without_effect(value, f"{name}.", sections, missing)
+        elif value != default_of(field):
+            missing = (not rule["ignores_section"] and of_section) or _missing(rule["needs"], sections)
+            # What is needed may be off in another way than by default: 0% instead of 0 steps.
+            if missing and name not in missing.split():
+                found.append(f"{name} = {to_dict(value)} has no effect without {missing}")
+    return found
 
 
 def refuse_without_effect(settings: Settings, why: str = "", prefix: str = "") -> None:
@@ -471,23 +477,6 @@ def refuse_without_effect(settings: Settings, why: str = "", prefix: str = "") -
     """
     for line in without_effect(settings, prefix):
         raise UserError(f"{why}{line}. Set what is needed, or leave out what has no effect.")
-
-
-def _collect(sections: Sections, of_section: str) -> list[str]:
-    """The lines of the first section. of_section: what all of it needs and lacks."""
-    settings, prefix = sections[0]
-    found = []
-    for field in dataclasses.fields(settings):
-        name, value, rule = f"{prefix}{field.name}", getattr(settings, field.name), field.metadata
-        if isinstance(value, Settings):
-            inner = [(value, f"{name}."), *sections]
-            found += _collect(inner, of_section or _missing(rule["needs"], inner))
-        elif value != default_of(field):
-            missing = (not rule["ignores_section"] and of_section) or _missing(rule["needs"], sections)
-            # What is needed may be off in another way than by default: 0% instead of 0 steps.
-            if missing and name not in missing.split():
-                found.append(f"{name} = {to_dict(value)} has no effect without {missing}")
-    return found
 
 
 def _missing(needs: str, sections: Sections) -> str:
