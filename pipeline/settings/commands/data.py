@@ -14,6 +14,7 @@ from pipeline.settings.shared import GroupsConfig, MlflowConfig
 
 Inspect = Literal["decode", "header"]
 SplitName = Annotated[str, Field(pattern="^[a-z0-9_]+$")]
+ChannelName = Annotated[str, Field(pattern="^[^,]*$")]
 
 
 def _range(values: list[str]) -> list[str]:
@@ -22,12 +23,6 @@ def _range(values: list[str]) -> list[str]:
     numbers = [float(value) for value in values]
     if len(numbers) % 2 or not all(low < high for low, high in zip(numbers[::2], numbers[1::2], strict=True)):
         raise ValueError("must be full, percentiles, or [low,high] with low < high")
-    return values
-
-
-def _names(values: list[str]) -> list[str]:
-    if any("," in name for name in values):
-        raise ValueError("must be a list, as [red,green]")
     return values
 
 
@@ -58,7 +53,7 @@ class ImagesConfig(GroupsConfig, ValuesConfig):
 
     inspect: Inspect = "decode"
     """decode: decode every image; header: read its header and, except for GIF, BMP, TIFF and PPM, look for its end."""
-    channels: Annotated[Distinct[str], AfterValidator(_names)] = []
+    channels: Distinct[ChannelName] = []
     """Names of the channels, in order, as [blue,green,red,nir]. Default: red, green, blue of three, gray of one, else
     c0, c1, ... Gray photographs are RGB, and one channel with channels=gray. With one file per channel: those that are
     used.
