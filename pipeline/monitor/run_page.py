@@ -64,16 +64,16 @@ class DatasetFacts:
     context: str
     notes: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def title(self) -> str:
+        """The name by which MLflow shows the split."""
+        return f"{self.name}:{self.split}"
+
 
 def split_facts(name: str, dataset: "Dataset", split: str, context: str) -> DatasetFacts:
     """A whole split of a data set. name: that MLflow shows."""
     num_samples = dataset.info["samples"][split]
     return DatasetFacts(name, str(dataset.path), dataset.fingerprint, split, num_samples, dataset.num_classes, context)
-
-
-def dataset_name(facts: DatasetFacts) -> str:
-    """The name by which MLflow shows a split."""
-    return f"{facts.name}:{facts.split}"
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class RunFacts:
                 return f"{metric.text(value)} {title_of(name)}"
             of_split = of_data
         words = [metric.text(value), "loss" if metric.unit == "loss" else title_of(of_split)]
-        return " ".join([*(words[::-1] if metric.unit == "loss" else words), dataset_name(held_out)])
+        return " ".join([*(words[::-1] if metric.unit == "loss" else words), held_out.title])
 
     def sent_name(self, metric: str) -> str:
         """A metric as MLflow shows it: with its group, if any, and a loss with its objective, "train/loss_sigmoid".

@@ -55,7 +55,7 @@ from pipeline.evaluate.segmentation.pairs import (
 from pipeline.model.files import find_file
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.monitor.origin import find_origin
-from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin, dataset_name
+from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin
 from pipeline.monitor.tracking import send_report
 from pipeline.process.outputs import hold
 from pipeline.process.waits import Work, worked
@@ -166,7 +166,7 @@ def _send(
     facts = DatasetFacts(
         data, place, digest, split, results["num_samples"], len(results["classes"]), "evaluation", notes
     )
-    name, names = dataset_name(facts), ("weights", "step", "data", TRAINED_BY, "image_size", "short_side", "lr")
+    name, names = facts.title, ("weights", "step", "data", TRAINED_BY, "image_size", "short_side", "lr")
     about = RunFacts(
         f"{loaded.extra.get('run') or Path(config.weights).name} segments {name}",
         "evaluation",

@@ -34,9 +34,7 @@ _SAVED = 1_764_000_000_000  # Milliseconds since 1970. The page lists views by i
 # metrics, not by tags: so `score` is both. Scores of other kinds than top-1 have columns of their own.
 _COLUMNS = {
     "metrics.`score`": 80,
-    "metrics.`score_knn`": 90,
-    "metrics.`score_linear`": 90,
-    "metrics.`score_miou`": 90,
+    **{f"metrics.`score_{kind}`": 90 for kind in ("knn", "linear", "miou")},
     "tags.`score`": 180,
     "tags.`dataset`": 120,
     "tags.`model`": 125,

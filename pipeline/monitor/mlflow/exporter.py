@@ -4,7 +4,6 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +27,6 @@ from pipeline.monitor.run_page import (
     DatasetFacts,
     ModelFacts,
     RunFacts,
-    dataset_name,
     hide_passwords,
 )
 from pipeline.settings.run import TrackConfig
@@ -135,8 +133,11 @@ class MlflowExporter(Exporter):
         def send(some: Sequence[Record]) -> None:
             from mlflow.entities import Metric, RunTag
 
-            shown = [replace(record, metrics=self.facts.as_sent(record.metrics)) for record in some]
-            points = [Metric(name, value, r.time, r.step) for r in shown for name, value in r.metrics.items()]
+            points = [
+                Metric(name, value, record.time, record.step)
+                for record in some
+                for name, value in self.facts.as_sent(record.metrics).items()
+            ]
             tags = [RunTag(name, text) for name, text in self._tags_of(some).items()]
             self.client.log_batch(self.sent.run_id, metrics=points, tags=tags)
 
@@ -187,7 +188,7 @@ class MlflowExporter(Exporter):
         if shown.roles != model.roles:
             self.client.set_logged_model_tags(shown.model_id, {"roles": ", ".join(model.roles)})
         data = self.facts.dataset("evaluation")
-        where = {"dataset_name": dataset_name(data), "dataset_digest": data.digest[:36]} if data else {}
+        where = {"dataset_name": data.title, "dataset_digest": data.digest[:36]} if data else {}
         if linked := [
             Metric(self.facts.sent_name(name), value, at, model.step, shown.model_id, **where)
             for name, (value, at) in scores.items()
@@ -218,17 +219,14 @@ class MlflowExporter(Exporter):
         return str(made.model_id)
 
     # ---------------------------------------------------------------- what a store refuses
-    def allows(self, name: str, request: Callable[[], object], optional: bool = False) -> bool:
-        """Make a request for what `name` names; returns False when it is refused, now or before. Raises other errors.
+    def allows(self, name: str, request: Callable[[], object], optional: bool = False) -> None:
+        """Make a request for what `name` names, unless it was refused before. Raises other errors than a refusal.
 
         optional: a store that has no such request refuses it.
         """
-        if name in self.refused:
-            return False
-        if reason := self._reason(request, optional):
+        if name not in self.refused and (reason := self._reason(request, optional)):
             self.refused.add(name)
             warn(f"MLflow refused {name} ({reason}): it will never arrive there, and the rest goes on.")
-        return not reason
 
     def send_each(self, items: Sequence[T], name: Callable[[T], str], request: Callable[[Sequence[T]], object]) -> None:
         """Make one request for all items, or one for each if it is refused, so that only what the store refuses is left
@@ -267,7 +265,7 @@ def dataset_inputs(datasets: Iterable[DatasetFacts]) -> list[Any]:
             **facts.notes,
         }
         dataset = Dataset(
-            dataset_name(facts),
+            facts.title,
             facts.digest[:36],
             kind,
             json.dumps({"uri": facts.source}),
