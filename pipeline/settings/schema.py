@@ -29,8 +29,7 @@ from pipeline.architecture.variants import as_yaml
 from pipeline.base.errors import UserError
 from pipeline.process.outputs import Holds, Output
 from pipeline.settings.quantities import PathText, Seed
-from pipeline.settings.synonyms import synonyms
-from pipeline.settings.yaml_reader import as_typed, parse_yaml, read_yaml
+from pipeline.settings.yaml_reader import as_typed, parse_yaml, read_table, read_yaml
 
 T = TypeVar("T")
 # What another value of a setting means for what was made with it, from least to most: see `Fact`.
@@ -339,7 +338,10 @@ def did_you_mean(cls: type, name: str, section: str = "") -> str:
     known = [of for of, *_ in leaves(cls, f"{section}." if section else "") if of != name]
     sections = {of.rpartition(".")[0] for of in known}
     # Up to four settings, or a section, that may be meant: of the same last name, of a synonym, else a similar one.
-    near = [of for of in known if of.split(".")[-1] == last] + synonyms(last, known)
+    near = [of for of in known if of.split(".")[-1] == last]
+    # What other tools call settings. Those in one row mean the same in different commands.
+    for row, words in read_table(str(Path(__file__).with_name("synonyms")), dict[str, str]).items():
+        near += [of for of in row.split() if of in known and last in f"{row} {words}".split()]
     near = near or difflib.get_close_matches(name, [*known, *(sections - {name})], n=1, cutoff=0.75)
     # Of optimizer.learning_rate and model=ViT-B/16, the section is known.
     near = [of for of in near if of.startswith(f"{name if name in sections else owner}.")] or near

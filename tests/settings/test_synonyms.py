@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.settings import schema, synonyms
+from pipeline.settings import schema
 from pipeline.settings.commands import bench, data, operate, reports, segment, study, transfer, weights
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import Settings
@@ -45,7 +45,7 @@ def test_a_word_of_other_tools_or_commands_is_answered_with_the_setting(cls: typ
 
 def test_the_table_has_settings_that_exist_and_words_that_do_not_contradict_them() -> None:
     known = {name for cls in COMMANDS for name, *_ in schema.leaves(cls)}
-    table = read_table(synonyms.__file__, dict[str, str])
+    table = read_table(str(Path(schema.__file__).with_name("synonyms")), dict[str, str])
     assert not {name for row in table for name in row.split()} - known
     words = Counter(word for row in table.values() for word in row.split())
     assert {word for word, count in words.items() if count > 1} == {"model"}  # A name of one, or its weights.
