@@ -11,24 +11,28 @@ if TYPE_CHECKING:
 
 # What system calls report while a disk or a file server fails: an NFS server that restarts, a client that Lustre has
 # evicted.
-OUTAGES = frozenset(
-    {errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.ESHUTDOWN, errno.ENOTCONN, errno.EHOSTDOWN, errno.ETIMEDOUT}
-)
+OUTAGES = {
+    errno.EIO,
+    errno.ESTALE,
+    errno.EREMOTEIO,
+    errno.ESHUTDOWN,
+    errno.ENOTCONN,
+    errno.EHOSTDOWN,
+    errno.ETIMEDOUT,
+}
 
 # Error numbers of the system that come from a path the user chose.
-_WRONG_PATH = frozenset(
-    {
-        errno.EACCES,
-        errno.EPERM,
-        errno.EISDIR,
-        errno.ENOTDIR,
-        errno.EEXIST,
-        errno.ENAMETOOLONG,
-        errno.ELOOP,
-        errno.EROFS,
-        errno.EFBIG,
-    }
-)
+_WRONG_PATH = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EROFS,
+    errno.EFBIG,
+}
 
 
 class UserError(ValueError):

@@ -570,13 +570,15 @@ class RunProbeConfig(ProbeConfig):
         """
         paths = [os.path.expanduser(path.strip()) for path in self.data.split(",")]
         splits = [split.strip() for split in self.split.split(",")]
-        if len(splits) not in (1, len(paths)):
+        if len(splits) == 1:
+            splits *= len(paths)
+        if len(splits) != len(paths):
             raise UserError(
                 f"probe.split = {self.split} has {len(splits)} names, and probe.data {len(paths)}: give one split for"
                 " all data sets, or one for each."
             )
         found: dict[str, tuple[str, str]] = {}
-        for path, split in zip(paths, splits * len(paths) if len(splits) == 1 else splits, strict=True):
+        for path, split in zip(paths, splits, strict=True):
             place = path.partition("?")[0] if "://" in path else path
             name = Path(place).resolve().name if path else split
             if name in found:
