@@ -135,7 +135,7 @@ class FolderExport:
         self._end: End | None = None
         self._give_up = 0.0  # When the end of the run stops waiting.
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=exporter.name, daemon=True)
+        self.thread = threading.Thread(target=self._run, name=exporter.name, daemon=True)
 
     @property
     def run_id(self) -> str:
@@ -143,9 +143,6 @@ class FolderExport:
         return self.sent.run_id if self._is_connected else ""
 
     # ---------------------------------------------------------------- called by the training thread
-    def begin(self) -> None:
-        self._thread.start()
-
     @contextlib.contextmanager
     def rewriting(self, back_to: int | None) -> Iterator[None]:
         """The block replaces metrics.jsonl. back_to: points of later steps follow with other values; None if they
@@ -165,7 +162,7 @@ class FolderExport:
         self._end, self._give_up = end, time.monotonic() + seconds
         self._stop.set()
         with waiting(f"{self.exporter.title} to receive the rest of the run", seconds):
-            self._thread.join(seconds)
+            self.thread.join(seconds)
         if not self._is_complete:
             warn(
                 f"{self.exporter.title} has not received all of {self.path.parent}: the next start sends the rest, and"

@@ -9,7 +9,6 @@ import math
 import mmap
 import operator
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +45,10 @@ def repair(path: Path, last_step: int) -> tuple[dict[str, float], list[str]]:
     """Cut off the records of steps after `last_step`, from which a run continues, and damaged lines among and after
     them. Only this end of the file is read, because records are in the order of their steps.
 
-    Returns (the metrics that this step has, lines for the log that say what was removed).
+    Returns (the metrics that this step has, a line for the log that says what was removed).
     """
-    logged, removed = dict[str, float](), Counter[tuple[str, str]]()
+    logged, removed, end = dict[str, float](), 0, 0
     with contextlib.suppress(FileNotFoundError), open(path, "rb+") as file:
-        end = None
         for start, line in _from_the_end(file):
             record = parse_line(line)
             if record is not None and record.step <= last_step:
@@ -58,14 +56,12 @@ def repair(path: Path, last_step: int) -> tuple[dict[str, float], list[str]]:
                     break
                 logged = record.metrics | logged
             elif not logged:
-                what = "damaged line", ""
-                if record is not None:
-                    what = "record", f" after step {last_step:,}, from which the run continues"
-                removed[what] += 1
+                removed += 1
                 end = start
-        if end is not None:
+        if removed:
             file.truncate(end)
-    return logged, [f"{path}: removed {counted(count, what)}{rest}" for (what, rest), count in removed.items()]
+    why = f"damaged or after step {last_step:,}, from which the run continues"
+    return logged, [f"{path}: removed {counted(removed, 'line')}, {why}"] if removed else []
 
 
 def _from_the_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:

@@ -73,7 +73,7 @@ class Tracker:
         self.notes = [] if start is None else self._remove_after(start, repeats)
         self._file = open_to_append(self.path)
         for export in self._exports:
-            export.begin()
+            export.thread.start()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Record metrics of a step, under names that MLflow accepts. Never waits for a tracker."""

@@ -127,7 +127,7 @@ def test_a_damaged_run_does_not_keep_the_others(tmp_path: Path, capfd: pytest.Ca
 def test_a_killed_run_is_said_to_be_killed(tmp_path: Path) -> None:
     tracker = trained(tmp_path, "run", status=None)  # As after SIGKILL: nothing is said any more.
     tracker._exports[0]._stop.set()
-    tracker._exports[0]._thread.join()
+    tracker._exports[0].thread.join()
     (tmp_path / "run" / "status.json").write_text(json.dumps(asdict(Status("running", 18, -1, ""))))
     run(SyncConfig(runs=[str(tmp_path / "run")]))
     shown = page(default_uri(tmp_path), "run")
