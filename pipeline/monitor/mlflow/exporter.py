@@ -178,7 +178,7 @@ class MlflowExporter(Exporter):
         for model in sorted(present.values(), key=lambda model: model.step):
             known, of_step = self.sent.models.get(model.sha256), scores.get(model.step, {})
             if known is None or (known.roles, known.num_scores) != (model.roles, len(of_step)):
-                self.allows(f"the logged model of {model.path}", partial(self._show, model, of_step))
+                self.allows(f"the logged model of {model.path}", partial(self._show, model, of_step), optional=True)
 
     def _show(self, model: ModelFacts, scores: dict[str, tuple[float, int]]) -> None:
         """Show a model, and the scores of its step as measured on the data of the evaluation."""
@@ -219,9 +219,12 @@ class MlflowExporter(Exporter):
         return str(made.model_id)
 
     # ---------------------------------------------------------------- what a store refuses
-    def allows(self, name: str, request: Callable[[], object]) -> None:
-        """Make a request for what `name` names, unless it was refused before. Raises other errors than a refusal."""
-        if name not in self.refused and (reason := self._reason(request)):
+    def allows(self, name: str, request: Callable[[], object], optional: bool = False) -> None:
+        """Make a request for what `name` names, unless it was refused before. Raises other errors than a refusal.
+
+        optional: a store that has no such request refuses it.
+        """
+        if name not in self.refused and (reason := self._reason(request, optional)):
             self.refused.add(name)
             warn(f"MLflow refused {name} ({reason}): it will never arrive there, and the rest goes on.")
 
@@ -233,16 +236,16 @@ class MlflowExporter(Exporter):
             for item in items:
                 self.allows(name(item), partial(request, [item]))
 
-    def _reason(self, request: Callable[[], object]) -> str:
+    def _reason(self, request: Callable[[], object], optional: bool = False) -> str:
         """Why the store refused a request; "" if it did not. Raises other errors."""
         try:
             request()
         except Exception as error:
-            # What was deleted is not made again. Older servers have no logged models.
-            missing = ("RESOURCE_DOES_NOT_EXIST", "ENDPOINT_NOT_FOUND")
+            # What was deleted is not made again. Older servers have no logged models; a server that does not know the
+            # request for metrics is not MLflow.
+            missing = ("RESOURCE_DOES_NOT_EXIST", "ENDPOINT_NOT_FOUND")[: 1 + optional]
             is_refused = is_refusal(error) or getattr(error, "error_code", "") in missing
-            # A deleted run refuses everything, and a server that is not MLflow knows no run.
-            if not is_refused or not active_run(self.client, self.sent.run_id):
+            if not is_refused or not active_run(self.client, self.sent.run_id):  # A deleted run refuses everything.
                 raise
             return one_line(error) or type(error).__name__
         return ""
