@@ -104,8 +104,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         scored_split = with_targets_of(config.weights, names, dataset, split)
     if classifies:
         scored, scored_split = _in_classes_of_weights(config, loaded, dataset, split)
-    is_multilabel = classifies and multilabel.is_multilabel(scored_split, loaded.loss_kind)
-    is_multilabel = is_multilabel and multilabel.fits_memory(scored_split, scored.num_classes)
+    is_multilabel = classifies and multilabel.is_multilabel(scored_split, scored.num_classes, loaded.loss_kind)
     data = to_path(config.data)
     name = f"{(data.resolve() if isinstance(data, Path) else data).name}-{config.split}{'-folds' * (config.folds > 0)}"
     folder = output_folder(config.out, config.weights, "evaluate", name, holds="evaluation")
