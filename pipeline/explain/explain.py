@@ -29,7 +29,7 @@ from pipeline.evaluate.loaded_model import (
     print_unreadable,
     refuse_none_readable,
 )
-from pipeline.evaluate.patches import draw_components, patch_components
+from pipeline.evaluate.patches import patch_components
 from pipeline.evaluate.predict import open_images, predict_all, print_numbered
 from pipeline.explain import galleries
 from pipeline.explain.attention import compute_attention, patch_distances
@@ -78,9 +78,9 @@ def run(config: ExplainConfig, skip: bool = False) -> dict[str, Any]:
     numbers: dict[str, Any] = {"weights": config.weights, **made_by, "model": loaded.model.config.to_dict()}
     drawn = Drawn()
     if "filters" in wanted:
-        filters = principal_filters(loaded.model)
-        drawn["filters"] = galleries.draw_filters(filters, loaded.pixels.shown)
-        numbers["filter_variance_shares"] = filters.shares.tolist()
+        components, shares, num_filters = principal_filters(loaded.model)
+        drawn["filters"] = galleries.draw_filters(components, shares, num_filters, loaded.pixels.shown)
+        numbers["filter_variance_shares"] = shares.tolist()
     if "positions" in wanted:
         drawn["positions"] = galleries.draw_positions(position_similarity(cast(VisionTransformer, loaded.model)))
     if wanted & _IMAGE_DRAWINGS:
@@ -178,14 +178,14 @@ def _draw_images(
     if "components" in wanted:
         with torch.no_grad():
             features = torch.cat([loaded.patch_features(part).cpu() for part in few.split(config.batch)])
-        found = patch_components(features)
-        drawn["components"] = draw_components(found, model.config.patch_pixels, model.config.image_size, inputs)
-        numbers["component_variance_shares"] = found.shares.tolist()
+        colours, shares = patch_components(features)
+        drawn["components"] = galleries.draw_components(colours, shares, model.config, inputs)
+        numbers["component_variance_shares"] = shares.tolist()
     if "reconstruction" in wanted and mae is not None:
         read = normalise(few, loaded.device, torch.float32, loaded.pixels)
-        painted = reconstruct(mae.to(loaded.device), read, rows, config.seed, config.batch)
-        drawn["reconstruction"] = galleries.draw_reconstruction(painted, mae.normalise, inputs)
-        numbers["reconstruction_losses"] = painted.losses.tolist()
+        masked, painted, losses = reconstruct(mae.to(loaded.device), read, rows, config.seed, config.batch)
+        drawn["reconstruction"] = galleries.draw_reconstruction(masked, painted, losses, mae.normalise, inputs)
+        numbers["reconstruction_losses"] = losses.tolist()
     if "predictions" in wanted:
         print_numbered(config, names)
         chosen = np.sort(order[:_NUM_PREDICTED])

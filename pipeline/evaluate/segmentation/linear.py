@@ -69,8 +69,7 @@ def enlarged(logits: Tensor, config: ViTConfig) -> Tensor:
     Where patches tile the image this is `interpolate(mode="bilinear", align_corners=False)`; as products of matrices
     its gradient is deterministic on a GPU, too, and it knows of patches that leave pixels unseen.
     """
-    size = config.image_size
-    rows, columns = (of_side.to(logits) for of_side in between_patches(config.grid, config.patch_pixels, size, size))
+    rows, columns = (of_side.to(logits) for of_side in between_patches(config, config.image_size))
     return rows @ logits @ columns.T
 
 
