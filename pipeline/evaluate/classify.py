@@ -163,6 +163,11 @@ class Features:
     readable: np.ndarray
     problems: dict[int, str]
 
+    @property
+    def usable(self) -> np.ndarray:
+        """bool (n,), False for unreadable images and non-finite features."""
+        return self.readable & np.isfinite(self.values).all(1)
+
 
 def extract(features: Callable[[Tensor], Tensor], reader: SplitReader, rows: np.ndarray) -> Features:
     """Run `features` (images (B, H, W, C) -> (B, D)) over the samples `rows`; see `each_sample`."""
