@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -17,9 +17,9 @@ from pipeline.data.dataset.manifest import INFO, open_dataset
 from pipeline.data.dataset.mapped_index import ManifestIndex
 from pipeline.data.dataset.split import SampleTable, Split
 from pipeline.data.loading.decode import is_visible_image
-from pipeline.data.storage.bucket import to_path, walk_files
+from pipeline.data.storage.bucket import walk_files
 from pipeline.data.storage.cache import Storage
-from pipeline.settings.commands.weights import GivenConfig
+from pipeline.settings.commands.weights import LookConfig
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,6 @@ class AdhocSplit:
     def labels(self, rows: Iterable[int]) -> list[str | None]:
         """The known class names of samples, joined by ";"; None for a sample without."""
         return [";".join(self.label_names[i] for i in self.split.labels_of(row)) or None for row in rows]
-
-    def captions(self, rows: Iterable[int]) -> list[str]:
-        """What names samples in pictures: their known classes, or else the last part of their keys."""
-        rows = list(rows)
-        names = zip(self.labels(rows), self.split.keys(rows), strict=True)
-        return [label or PurePosixPath(key).stem for label, key in names]
 
     def true_classes(self, names: Sequence[str]) -> "AdhocSplit":
         """Returns this split, without labels unless they are labels of the classes `names`."""
@@ -82,15 +76,16 @@ def open_adhoc_split(
             " files have none. Make a data set of them: launch/shard.py."
         )
     found = [path for place in places for path in _expand(place, setting)]
-    files = [Path(os.path.abspath(path)) for path in found]  # A link counts where it is.
     numbers = {name: number for number, name in enumerate(names)}
-    labels = np.array([numbers.get(path.parent.name, -1) for path in files], np.int32)
+    folders = (Path(os.path.abspath(path)).parent for path in found)  # A link counts where it is.
+    labels = np.array([numbers.get(folder.name, -1) for folder in folders], np.int32)
     return AdhocSplit(_as_split(found, labels, pixels), list(names))
 
 
-def open_given(config: GivenConfig, split: str, names: Sequence[str], pixels: Pixels) -> AdhocSplit:
+def open_given(config: LookConfig, names: Sequence[str], pixels: Pixels) -> AdhocSplit:
     """Open the images of the settings, and print what is left out. Arguments as of `open_adhoc_split`."""
-    opened = open_adhoc_split(config.images, split, config.exclude, names, config.setting_of("images"), pixels)
+    setting = config.setting_of("images")
+    opened = open_adhoc_split(config.images, config.split, config.exclude, names, setting, pixels)
     for note in opened.split.notes():
         print(note)
     return opened
@@ -105,8 +100,7 @@ def _expand(place: str, setting: str) -> Iterator[Path]:
     """Yield the file, or the files of the folder. Raises UserError."""
     if "://" in place:
         raise UserError(f"{setting} = {place}: from a bucket, only a single data set can be read.")
-    path = to_path(place)
-    assert isinstance(path, Path)
+    path = Path(place)
     if not path.exists():
         raise UserError(f"{setting} = {missing(place)}")
     elif (path / INFO).is_file():

@@ -4,7 +4,6 @@ Shapes: D features, n candidates.
 """
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,8 +20,9 @@ from pipeline.data.loading.decode import inspect
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.evaluate import coverage
 from pipeline.evaluate.adhoc_split import AdhocSplit, open_given
-from pipeline.evaluate.loaded_model import LoadedModel, load_model, print_unreadable
-from pipeline.evaluate.predict import read_class_names, with_readable_labels
+from pipeline.evaluate.classify import extract
+from pipeline.evaluate.loaded_model import LoadedModel, check_outputs, load_model, print_unreadable
+from pipeline.evaluate.predict import class_names, with_readable_labels
 from pipeline.monitor.mlflow.weights import with_local_weights
 from pipeline.settings.commands.weights import ChooseConfig
 
@@ -37,13 +37,15 @@ def run(config: ChooseConfig) -> list[str]:
     """
     config = with_local_weights(config)
     loaded = load_model(config)
-    names = read_class_names(config.class_names) or loaded.extra.get("classes") or []
-    images = open_given(config, config.split, names, loaded.pixels)
-    candidates = np.sort(random_numbers.permutation(len(images.split), config.seed, _CANDIDATES)[: config.candidates])
-    seen = loaded.features_of(config, images.split, candidates, ", ".join(config.images))
-    print_unreadable(seen.problems, images.split.keys, "left out")
+    images = open_given(config, class_names(config, loaded) or [], loaded.pixels)
+    split = images.split
+    candidates = np.sort(random_numbers.permutation(len(split), config.seed, _CANDIDATES)[: config.candidates])
+    with loaded.reading(split, config) as reader:
+        seen = extract(loaded.features, reader, candidates)
+    check_outputs(config.weights, config.places, seen, split, candidates)
+    print_unreadable(seen.problems, split, "left out")
     rows, found = candidates[seen.readable], coverage.directions(seen.values[seen.readable])
-    group_names = images.split.group_names
+    group_names = split.group_names
     if len(found) < config.num:
         raise UserError(
             f"of {counted(len(candidates), 'candidate')} {len(found):,} can be read, fewer than num = {config.num:,}."
@@ -51,16 +53,18 @@ def run(config: ChooseConfig) -> list[str]:
         )
     chosen = coverage.choose(found, config.num)
     with new_output(Path(config.out), is_folder=True) as folder:
-        rows, of_images = rows[chosen], images.split
+        rows = rows[chosen]
+        paths = _write_images(folder, split, rows)
         columns = {
-            "path": _write_images(folder, of_images, rows),
+            "path": paths,
             "label": [label or "" for label in images.labels(rows)],
-            "key": of_images.keys(rows),
+            "key": split.keys(rows),
             **({} if group_names is None else {"group": group_names[rows]}),
         }
         table = pa.table(columns).to_pylist()
         (folder / "choice.csv").write_bytes(table_csv(table))
-        (folder / "sheet.png").write_bytes(_draw(config, loaded, images, rows, table))
+        drawn = dict(zip(rows.tolist(), paths[:_MAX_DRAWN], strict=False))
+        (folder / "sheet.png").write_bytes(_draw(config, loaded, images, drawn))
     print(f"{len(chosen):,} of {counted(len(found), 'candidate')} chosen, in {config.out}")
     table_file, more = f"{config.out}/choice.csv", [] if group_names is None else ["group_column=group"]
     command = command_line("shard", f"source={table_file}", *more)
@@ -79,15 +83,13 @@ def _write_images(folder: Path, split: Split, rows: np.ndarray) -> list[str]:
     return paths
 
 
-def _draw(
-    config: ChooseConfig, loaded: LoadedModel, images: AdhocSplit, rows: np.ndarray, table: list[dict[str, Any]]
-) -> bytes:
-    """A PNG of the first images. table: a line for each of the rows."""
-    kept, pixels = loaded.shown(config, images.split, rows[:_MAX_DRAWN])
+def _draw(config: ChooseConfig, loaded: LoadedModel, images: AdhocSplit, paths: dict[int, str]) -> bytes:
+    """A PNG of the first images. paths: of their files, by row."""
+    kept, pixels = loaded.shown(config, images.split, np.array([*paths]))
     labels = with_readable_labels(images, loaded).labels(kept)
-    names = [Path(table[place]["path"]).stem for place in np.flatnonzero(np.isin(rows, kept)).tolist()]
     tiles = [
-        Tile(image, [name, *filter(None, [label])]) for image, name, label in zip(pixels, names, labels, strict=True)
+        Tile(image, [Path(paths[row]).stem, *filter(None, [label])])
+        for image, row, label in zip(pixels, kept.tolist(), labels, strict=True)
     ]
-    figure = sheet(tiles, "Images to label first", f"{len(kept)} of {len(rows):,}.")
+    figure = sheet(tiles, "Images to label first", f"{len(kept)} of {config.num:,}.")
     return png(figure, DPI, loaded.pixels.describe_shown())

@@ -20,6 +20,8 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.loader import Batch, Loader, eval_requests
+from pipeline.data.loading.values import to_rgb
+from pipeline.data.loading.views import ViewWriter
 from pipeline.evaluate.intervals import effective_number
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.objectives import classification
@@ -163,6 +165,11 @@ class Features:
     readable: np.ndarray
     problems: dict[int, str]
 
+    @property
+    def usable(self) -> np.ndarray:
+        """bool (n,), False for unreadable images and non-finite features."""
+        return self.readable & np.isfinite(self.values).all(1)
+
 
 def extract(features: Callable[[Tensor], Tensor], reader: SplitReader, rows: np.ndarray) -> Features:
     """Run `features` (images (B, H, W, C) -> (B, D)) over the samples `rows`; see `each_sample`."""
@@ -170,13 +177,18 @@ def extract(features: Callable[[Tensor], Tensor], reader: SplitReader, rows: np.
     return Features(values, readable, problems)
 
 
-def read_pixels(loader: Loader, rows: np.ndarray, batch: int) -> tuple[np.ndarray, Tensor]:
-    """Those of the rows that can be read, in their order, and their pixels, (n, H, W, C)."""
+def read_shown(
+    split: Split, view: ViewWriter, rows: np.ndarray, batch: int = 16, threads: int = 1
+) -> tuple[np.ndarray, np.ndarray, dict[int, str]]:
+    """(those of the rows that can be read, in their order; what a model sees of them, uint8 (n, H, W, 3); row -> reason
+    of the others).
+    """
     kept, pixels = [], []
-    for loaded in loader.batches(requests(rows, batch)):
-        kept.append(loaded.rows[loaded.valid.numpy()])
-        pixels.append(loaded.images[loaded.valid])
-    return np.concatenate(kept), torch.cat(pixels)
+    with Loader(split, view, threads, prefetch=2, max_bad_share=1.0) as loader:
+        for loaded in loader.batches(requests(rows, batch)):
+            kept.append(loaded.rows[loaded.valid.numpy()])
+            pixels.append(loaded.images[loaded.valid])
+    return np.concatenate(kept), to_rgb(torch.cat(pixels).numpy(), view.pixels), loader.bad
 
 
 def probabilities_of(logits: Tensor, loss_kind: str) -> Tensor:

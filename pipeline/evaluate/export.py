@@ -32,6 +32,8 @@ from pipeline.objectives.mae import Mae, as_places
 from pipeline.settings.commands.weights import ExportConfig
 
 NUM_IMAGES = 4
+# Format -> the program that reads it.
+_PROGRAMS = {"huggingface": "transformers", "timm": "timm", "onnx": "onnxruntime"}
 _FOLDERS = ("timm", "huggingface", "huggingface_mae")  # Formats that are folders.
 _SCRIPT = Path(__file__).with_name("onnx_predict.py")  # It needs nothing of this project.
 Forward = Callable[[Tensor], Tensor]  # the model's input (B, C, height, width) -> logits (B, K), or features (B, D)
@@ -84,24 +86,17 @@ def run(config: ExportConfig) -> LogitDifference:
     # ------------------------------------------------------------------ written, and compared with the target program
     out = Path(config.out)
     with new_output(out, form in _FOLDERS) as unfinished:
-        if isinstance(model, Mae):
-            _write_mae(model, unfinished, extra.get("preprocessing", {}))
-        else:
-            _write(model, form, unfinished, extra)
+        _write(model, form, unfinished, extra)
         # After the model is accepted.
         for note in filter(None, _notes(form, model, extra)):
             print(f"{form}: {note}")
         if isinstance(model, Mae):
             name, ours, theirs = _compare_mae(model, unfinished)
-            difference = _accept(name, ours, theirs, "predicted pixels", config.tolerance)
+            what = "predicted pixels"
         else:
-            name, forward = _other_side(form, unfinished, model.config)
-            if forward is None:
-                if form == "onnx":
-                    raise UserError("onnxruntime is needed to verify the output: pip install onnxruntime.")
-                print(f"{name} is not installed: the output is verified by this project's own reader only")
-                name, forward = _our_reader(unfinished, model.config)
-            difference = _compare(name, model, forward, config.tolerance)
+            name, ours, theirs = _compare(model, form, unfinished)
+            what = "logits" if model.config.num_classes else "features"
+        difference = _accept(name, ours, theirs, what, config.tolerance)
     print(f"written: {out}")
     if form == "onnx":
         assert not isinstance(model, Mae)
@@ -130,9 +125,17 @@ def _notes(form: str, model: Model | Mae, extra: dict[str, Any]) -> Iterator[str
 # ---------------------------------------------------------------------- writing
 
 
-def _write(model: Model, form: str, path: Path, extra: dict[str, Any]) -> None:
-    classes = extra.get("classes") if model.config.num_classes else None
+def _write(model: Model | Mae, form: str, path: Path, extra: dict[str, Any]) -> None:
+    """Raises UserError for a model that the format cannot hold."""
     view = extra.get("preprocessing", {})
+    if isinstance(model, Mae):
+        vit = model.backbone
+        assert isinstance(vit, VisionTransformer)
+        decoder = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("backbone.")}
+        tensors, config, processor = to_huggingface(vit, decoder, model.facts, view)
+        files.write_folder(path, tensors, {"config.json": config, "preprocessor_config.json": processor})
+        return
+    classes = extra.get("classes") if model.config.num_classes else None
     if form == "safetensors":
         models.save(model, path, extra)
     elif form == "timm":
@@ -191,86 +194,69 @@ def _write_script(file: Path, config: Config) -> None:
     print(f"written: {script}, which predicts without this project: python {script} photo.jpg")
 
 
-def _write_mae(model: Mae, folder: Path, view: dict[str, Any]) -> None:
-    """Raises UserError for a model that the format cannot hold."""
-    vit = model.backbone
-    assert isinstance(vit, VisionTransformer)
-    decoder = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("backbone.")}
-    tensors, config, processor = to_huggingface(vit, decoder, model.facts, view)
-    files.write_folder(folder, tensors, {"config.json": config, "preprocessor_config.json": processor})
-
-
 # ---------------------------------------------------------------------- other programs
 
 
-def _other_side(form: str, path: Path, config: Config) -> tuple[str, Forward | None]:
-    """(name, forward) of the program that reads this format; forward is None if it is not installed."""
-    if form not in _PROGRAMS:
-        return _our_reader(path, config)
-    program, build = _PROGRAMS[form]
-    if importlib.util.find_spec(program) is None:
-        return program, None
-    module = importlib.import_module(program)
-    name = f"{program} {module.__version__}"
-    try:
-        return name, build(module, path, config)
-    except Exception as error:
-        raise UserError(
-            f"{name} cannot read {path.name}: {files.one_line(error)}. Use another format, such as format=safetensors."
-        ) from error
-
-
-def _our_reader(path: Path, config: Config) -> tuple[str, Forward]:
+def _other_side(form: str, path: Path, config: Config) -> tuple[str, Forward]:
+    """(name, forward) of the program that reads this format, or of our own reader if it is not installed."""
+    if program := _PROGRAMS.get(form):
+        if form == "onnx" or importlib.util.find_spec(program):
+            module = files.optional(program, "to verify the output")
+            name = f"{program} {module.__version__}"
+            try:
+                return name, _forward_of(form, module, path, config)
+            except Exception as error:
+                raise UserError(
+                    f"{name} cannot read {path.name}: {files.one_line(error)}. Use another format, such as"
+                    " format=safetensors."
+                ) from error
+        print(f"{program} is not installed: the output is verified by this project's own reader only")
     return "our own reader", models.load(path, image_size=config.image_size)
 
 
-def _quiet(transformers: Any) -> Any:
+def _quiet(transformers: Any) -> None:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    return transformers
 
 
-def _transformers(library: Any, folder: Path, config: Config) -> Forward:
-    library = _quiet(library)
+def _forward_of(form: str, library: Any, path: Path, config: Config) -> Forward:
+    """What the program of this format computes of a written model."""
+    if form == "onnx":
+        session = library.InferenceSession(path, providers=["CPUExecutionProvider"])
+        return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    if form == "timm":
+        model: Forward = library.create_model(f"local-dir:{path}", pretrained=True).eval()
+        return model
+    _quiet(library)
     if config.num_classes:
-        classifier = library.AutoModelForImageClassification.from_pretrained(folder, local_files_only=True).eval()
+        classifier = library.AutoModelForImageClassification.from_pretrained(path, local_files_only=True).eval()
         return lambda images: classifier(images).logits
-    encoder = library.AutoModel.from_pretrained(folder, local_files_only=True).eval()
+    encoder = library.AutoModel.from_pretrained(path, local_files_only=True).eval()
     encoder = getattr(encoder, "vision_model", encoder)  # of a model for images and texts
     if not isinstance(config, ViTConfig) or config.pool == "gap":
         return lambda images: encoder(images).last_hidden_state.mean(1)
     if config.pool == "both":
-        return lambda images: _class_token_and_mean(encoder(images).last_hidden_state, config.num_patches)
+
+        def class_token_and_mean(images: Tensor) -> Tensor:
+            tokens = encoder(images).last_hidden_state
+            return torch.cat([tokens[:, 0], tokens[:, -config.num_patches :].mean(1)], dim=1)
+
+        return class_token_and_mean
     # CLIP normalises, and SigLIP pools, only in the pooled output.
     if config.representation or config.embedding_norm or config.pool == "map":
         return lambda images: encoder(images).pooler_output
     return lambda images: encoder(images).last_hidden_state[:, 0]
 
 
-def _class_token_and_mean(tokens: Tensor, num_patches: int) -> Tensor:
-    return torch.cat([tokens[:, 0], tokens[:, -num_patches:].mean(1)], dim=1)
-
-
-def _onnxruntime(library: Any, file: Path, config: Config) -> Forward:
-    session = library.InferenceSession(file, providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
-
-
-_PROGRAMS: dict[str, tuple[str, Callable[[Any, Path, Config], Forward]]] = {
-    "huggingface": ("transformers", _transformers),
-    "timm": ("timm", lambda library, folder, _: library.create_model(f"local-dir:{folder}", pretrained=True).eval()),
-    "onnx": ("onnxruntime", _onnxruntime),
-}
-
-
 # ---------------------------------------------------------------------- comparing
 
 
 @torch.no_grad()
-def _compare(name: str, model: Model, forward: Forward, tolerance: float) -> LogitDifference:
-    """`_accept` the outputs of `forward` and of the model on fixed images."""
-    images, what = _images(model.config), "logits" if model.config.num_classes else "features"
-    return _accept(name, model(images), forward(images), what, tolerance)
+def _compare(model: Model, form: str, path: Path) -> tuple[str, Tensor, Tensor]:
+    """Returns (program, our outputs for fixed images, those of the program, which reads the file)."""
+    name, forward = _other_side(form, path, model.config)
+    images = _images(model.config)
+    return name, model(images), forward(images)
 
 
 def _accept(name: str, ours: Tensor, theirs: Tensor, what: str, tolerance: float) -> LogitDifference:
@@ -299,7 +285,8 @@ def _compare_mae(model: Mae, path: Path) -> tuple[str, Tensor, Tensor]:
     noise = torch.rand((NUM_IMAGES, model.num_patches), generator=generator)
     kept, places = as_places(np.sort(noise.argsort(1)[:, : model.num_kept].numpy(), axis=1), model.num_patches)
     ours = model.predict(images, kept, places)
-    library = _quiet(files.optional("transformers", "to verify the output"))
+    library = files.optional("transformers", "to verify the output")
+    _quiet(library)
     reader = library.ViTMAEForPreTraining.from_pretrained(path, local_files_only=True).eval()
     found = reader(model.as_predicted(images), noise=noise)
     own = mae.loss(model.as_predicted(images), ours, found.mask > 0, config.patch_size, model.normalise)

@@ -127,69 +127,44 @@ EXPLAINED: Scale = (lambda r2: np.log1p(-r2), lambda stretched: -np.expm1(stretc
 SHARE: Scale = (lambda share: np.log(share) - np.log1p(-share), lambda stretched: 1 / (1 + np.exp(-stretched)))
 
 
-@dataclass(frozen=True)
-class Bootstrap:
-    """Scores of samples that were drawn anew, with replacement: float64 (draws, S). freedom: degrees of freedom of
-    their scatter.
-    """
-
-    scores: np.ndarray
-    freedom: float
-
-    @classmethod
-    def of(
-        cls,
-        measure: Callable[[np.ndarray], np.ndarray],
-        num: int,
-        groups: np.ndarray | None = None,
-        columns: int = 1,
-    ) -> "Bootstrap":
-        """measure: how often each sample was drawn, float64 (n,), -> scores (S,). groups: int64 (n,), of samples that
-        are alike and drawn together. columns: how many numbers of each sample it reads.
-        """
-        draws = min(_MAX_DRAWS, max(_MIN_DRAWS, _DRAWN_VALUES // (num * columns)))
-        units = np.arange(num) if groups is None else np.unique(groups, return_inverse=True)[1]
-        sizes = np.bincount(units)
-        freedom = num - 1.0 if groups is None else freedom_of_groups(sizes)
-        purpose, places = Purpose.named("bootstrap of scores"), np.arange(len(sizes))
-        scores = []
-        for draw in range(draws):
-            drawn = (random_numbers.uniform(0, purpose, draw, places) * len(sizes)).astype(np.int64)
-            scores.append(measure(np.bincount(drawn, minlength=len(sizes))[units].astype(np.float64)))
-        return cls(np.array(scores), freedom if len(sizes) > 1 else 0.0)
-
-    def interval(self, values: Sequence[float], scales: Sequence[Scale]) -> np.ndarray:
-        """float64 (2, S): low and high, by Student's t on the scatter of the stretched draws. values: the scores of all
-        samples, each with its scale.
-
-        Of a perfect score, percentiles of the draws. NaN for a single sample or group, and for scores that fewer than
-        half of the draws have.
-        """
-        ends = np.full((2, len(values)), np.nan)
-        if not self.freedom:
-            return ends
-        # The scatter of draws is that of n samples divided by n, not n - 1, which matters for few groups.
-        width = math.sqrt(1 + 1 / self.freedom) * quantile(self.freedom)
-        for place, (value, (stretch, back)) in enumerate(zip(values, scales, strict=True)):
-            drawn = self.scores[np.isfinite(self.scores[:, place]), place]
-            if 2 * len(drawn) < len(self.scores):
-                continue
-            with np.errstate(divide="ignore", invalid="ignore"):
-                middle, stretched = stretch(np.array(value)), stretch(drawn)
-            known = stretched[np.isfinite(stretched)]
-            if np.isfinite(middle) and 2 * len(known) >= len(drawn):
-                half = width * known.std()
-                ends[:, place] = np.sort(back(np.array([middle - half, middle + half])))
-            else:
-                ends[:, place] = np.quantile(drawn, [0.025, 0.975])
-        return ends
-
-
 def bootstrapped(
-    measure: Callable[[np.ndarray], float], scale: Scale, num: int, groups: np.ndarray | None, columns: int = 1
-) -> tuple[float, float, float]:
-    """A score of all samples, and the low and high end of its interval; see `Bootstrap`."""
-    value = measure(np.ones(num))
-    drawn = Bootstrap.of(lambda weights: np.array([measure(weights)]), num, groups, columns)
-    low, high = drawn.interval([value], [scale])[:, 0].tolist()
-    return value, low, high
+    measure: Callable[[np.ndarray], np.ndarray],
+    scales: Sequence[Scale],
+    num: int,
+    groups: np.ndarray | None = None,
+    columns: int = 1,
+) -> np.ndarray:
+    """float64 (3, S): scores of n samples, and the low and high ends of their intervals, by Student's t on the scatter
+    of the stretched scores of samples that are drawn anew, with replacement.
+
+    measure: how often each sample was drawn, float64 (n,), -> scores (S,), each with its scale. groups: int64 (n,), of
+    samples that are alike and drawn together. columns: how many numbers of each sample it reads. Of a perfect score,
+    percentiles of the draws. NaN for a single sample or group, and for scores that fewer than half of the draws have.
+    """
+    values = measure(np.ones(num))
+    found = np.stack([values, *np.full((2, len(values)), np.nan)])
+    units = np.arange(num) if groups is None else np.unique(groups, return_inverse=True)[1]
+    sizes = np.bincount(units)
+    if len(sizes) < 2:
+        return found
+    purpose, places = Purpose.named("bootstrap of scores"), np.arange(len(sizes))
+    scores = []
+    for draw in range(min(_MAX_DRAWS, max(_MIN_DRAWS, _DRAWN_VALUES // (num * columns)))):
+        drawn = (random_numbers.uniform(0, purpose, draw, places) * len(sizes)).astype(np.int64)
+        scores.append(measure(np.bincount(drawn, minlength=len(sizes))[units].astype(np.float64)))
+    # The scatter of draws is that of n samples divided by n, not n - 1, which matters for few groups.
+    freedom = num - 1.0 if groups is None else freedom_of_groups(sizes)
+    width = math.sqrt(1 + 1 / freedom) * quantile(freedom)
+    for place, (column, (stretch, back)) in enumerate(zip(np.transpose(scores), scales, strict=True)):
+        known = column[np.isfinite(column)]
+        if 2 * len(known) < len(column):
+            continue
+        with np.errstate(divide="ignore", invalid="ignore"):
+            middle, stretched = stretch(values[place]), stretch(known)
+        finite = stretched[np.isfinite(stretched)]
+        if np.isfinite(middle) and 2 * len(finite) >= len(known):
+            half = width * finite.std()
+            found[1:, place] = np.sort(back(np.array([middle - half, middle + half])))
+        else:
+            found[1:, place] = np.quantile(known, [0.025, 0.975])
+    return found

@@ -5,7 +5,7 @@ Shapes: B batch, H, W image height and width, D features, K classes.
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +23,10 @@ from pipeline.base.words import counted, printable
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.split import Split
 from pipeline.data.images.stored import describe_left_out
-from pipeline.data.loading.loader import Loader, normalise
+from pipeline.data.loading.loader import normalise
 from pipeline.data.loading.single_image import trained_view
-from pipeline.data.loading.values import to_rgb
 from pipeline.data.loading.views import eval_view, read_by
-from pipeline.evaluate.classify import Features, Predictions, extract, read_pixels
+from pipeline.evaluate.classify import Features, Predictions, read_shown
 from pipeline.evaluate.regression import TargetPredictions
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model, VisionTransformer
@@ -81,6 +80,11 @@ class LoadedModel:
         return self.extra.get(TARGETS, []) if self.loss_kind == "regression" else []
 
     @property
+    def made_by(self) -> dict[str, Any]:
+        """run and step that the weights are of, None where they are not known."""
+        return {name: self.extra.get(name) for name in ("run", "step")}
+
+    @property
     def pixels(self) -> Pixels:
         """What the values of its images mean."""
         return self.model.config.pixels
@@ -103,24 +107,16 @@ class LoadedModel:
         """images (B, H, W, C) -> float32 (B, rows, columns, D), as of `VisionTransformer.patch_features`."""
         return self.vit.patch_features(self.images(pixels)).float()
 
-    def features_of(self, config: WeightsConfig, split: Split, rows: np.ndarray, where: str) -> Features:
-        """Features of these rows. where: name of the images. Raises UserError as `check_outputs`."""
-        with self.reading(split, config) as reader:
-            seen = extract(self.features, reader, rows)
-        check_outputs(config.weights, where, seen, split, rows)
-        return seen
-
     def shown(self, config: WeightsConfig, split: Split, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The rows that can be read, and what the model sees of them, uint8 (n, H, W, 3).
 
         The others are printed. Raises UserError for none.
         """
         view = eval_view(self.view, self.image_size, *read_by(self.pixels, split))
-        with Loader(split, view, config.threads, prefetch=2, max_bad_share=1.0) as loader:
-            kept, images = read_pixels(loader, rows, config.batch)
-        print_unreadable(loader.bad, split.keys, "left out")
-        refuse_none_readable(f"split {split.name!r} that were chosen", loader.bad, split, len(rows))
-        return kept, to_rgb(images.numpy(), self.pixels)
+        kept, images, problems = read_shown(split, view, rows, config.batch, config.threads)
+        print_unreadable(problems, split, "left out")
+        refuse_none_readable(f"split {split.name!r} that were chosen", problems, split, len(rows))
+        return kept, images
 
     def logits(self, pixels: Tensor) -> Tensor:
         """images (B, H, W, C) -> float32 (B, K), the logits of classes, or numbers."""
@@ -210,10 +206,10 @@ def refuse_none_readable(where: str, problems: dict[int, str], split: Split, num
         )
 
 
-def print_unreadable(problems: dict[int, str], keys: Callable[[list[int]], list[str]], what: str) -> None:
+def print_unreadable(problems: dict[int, str], split: Split, what: str) -> None:
     """Print the first images that cannot be read. problems: row -> reason. what: becomes of them."""
     rows = sorted(problems)[:_NUM_TOLD]
-    for row, key in zip(rows, keys(rows), strict=True):
+    for row, key in zip(rows, split.keys(rows), strict=True):
         print(printable(f"{what}: {key} cannot be read ({problems[row]})"))
     if len(problems) > _NUM_TOLD:
         print(f"{what}: {len(problems) - _NUM_TOLD:,} more")

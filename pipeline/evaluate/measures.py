@@ -67,24 +67,22 @@ def _ranks(places: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------- several labels an image
-class Ranking:
-    """The samples in the order of one class's scores, (n,), ready to be weighted. has: bool (n,), which have the class.
+def average_precision(scores: np.ndarray, has: np.ndarray) -> Callable[[np.ndarray], float]:
+    """Weights -> mean over the samples with a class of the precision among those of at least their score; NaN without
+    any. scores: (n,), of the class. has: bool (n,), which have it.
 
     Samples of equal scores are taken together, as in scikit-learn.
     """
+    order = np.argsort(-scores, kind="stable")
+    ordered, has = scores[order], has[order]
+    # For each sample, the last one of its score.
+    last = np.searchsorted(-ordered, -ordered, side="right") - 1
 
-    def __init__(self, scores: np.ndarray, has: np.ndarray) -> None:
-        self.order = np.argsort(-scores, kind="stable")
-        self.scores, self.has = scores[self.order], has[self.order]
-        # For each sample, the last one of its score.
-        self.last = np.searchsorted(-self.scores, -self.scores, side="right") - 1
-
-    def average_precision(self, weights: np.ndarray) -> float:
-        """Mean over the samples with the class of the precision among those of at least their score; NaN without
-        any.
-        """
-        counts = weights[self.order]
-        hits = counts * self.has
-        found, total = np.cumsum(hits)[self.last], np.cumsum(counts)[self.last]
+    def measure(weights: np.ndarray) -> float:
+        counts = weights[order]
+        hits = counts * has
+        found, total = np.cumsum(hits)[last], np.cumsum(counts)[last]
         at = hits > 0
         return float((hits[at] * found[at] / total[at]).sum() / hits.sum()) if at.any() else float("nan")
+
+    return measure

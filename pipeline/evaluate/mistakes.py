@@ -7,6 +7,7 @@ Shapes: n images.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -127,7 +128,7 @@ def find(
     wrong = np.flatnonzero(known & (true != predicted))
     listed = wrong[np.argsort(of_label[wrong], kind="stable")][:_MAX_LISTED]
     rows, images = read(listed) if len(listed) else (listed, np.empty((0, 1, 1, 3), np.uint8))
-    places = zip(_PICTURES, split.manifest_rows(rows).tolist(), split.keys(rows), strict=False)
+    places = zip(_PICTURES, rows.tolist(), split.manifest_rows(rows).tolist(), split.keys(rows), strict=False)
     found = [
         Mistake(
             picture,
@@ -139,14 +140,13 @@ def find(
             round(float(confidence[row]), 4),
             round(float(of_label[row]), 4),
         )
-        for row, (picture, place, key) in zip(rows.tolist(), places, strict=True)
+        for picture, row, place, key in places
     ]
-    pairs, counts = np.unique(np.stack([true, predicted])[:, wrong], axis=1, return_counts=True)
-    of_class = np.bincount(true[known], minlength=len(names))
+    pairs = Counter(sorted(zip(true[wrong].tolist(), predicted[wrong].tolist(), strict=True)))
+    of_class = np.bincount(true[known], minlength=len(names)).tolist()
     confused = [
-        ConfusedPair(names[one], names[other], count, count / int(of_class[one]))
-        for place in np.argsort(-counts, kind="stable")[:_MAX_PAIRS].tolist()
-        for one, other, count in [(*pairs[:, place].tolist(), int(counts[place]))]
+        ConfusedPair(names[one], names[other], count, count / of_class[one])
+        for (one, other), count in pairs.most_common(_MAX_PAIRS)
     ]
     pictures = dict(zip(_PICTURES, map(_small_png, images), strict=False))
     return Mistakes(data, found, how, int(known.sum()), len(wrong), confused), pictures

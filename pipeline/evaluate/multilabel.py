@@ -4,15 +4,16 @@ Shapes: n samples, K classes.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from pipeline.base.words import counted
 from pipeline.data.dataset.split import Split
 from pipeline.evaluate.classify import ClassReport, Predictions, label_table
 from pipeline.evaluate.intervals import SHARE, bootstrapped
-from pipeline.evaluate.measures import Ranking, mean_of_known
+from pipeline.evaluate.measures import average_precision, mean_of_known
 
 CSV = "per_label.csv"
 _THRESHOLD = 0.5
@@ -20,14 +21,13 @@ _THRESHOLD = 0.5
 _MAX_VALUES = 200_000_000
 
 
-def is_multilabel(split: Split, loss_kind: str) -> bool:
-    """Whether images may have any number of labels: some have several, or, with sigmoid, some have none."""
-    num_labels = np.diff(split.label_offsets)
-    return split.max_labels > 1 or (loss_kind == "sigmoid" and bool((num_labels == 0).any()))
-
-
-def fits_memory(split: Split, num_classes: int) -> bool:
-    """Whether the probabilities of all classes can be kept; says so if not."""
+def is_multilabel(split: Split, num_classes: int, loss_kind: str) -> bool:
+    """Whether images may have any number of labels: some have several, or, with sigmoid, some have none; and the
+    probabilities of all classes can be kept, which is said if not.
+    """
+    has_bare = loss_kind == "sigmoid" and bool((np.diff(split.label_offsets) == 0).any())
+    if split.max_labels <= 1 and not has_bare:
+        return False
     if len(split) * num_classes <= _MAX_VALUES:
         return True
     images = counted(len(split), "image")
@@ -50,28 +50,23 @@ def _scores(predictions: Predictions) -> np.ndarray:
     return np.where(predictions.computed[:, None], predictions.of_classes, -1)
 
 
-class MeanPrecision(NamedTuple):
-    """mAP with the ends of its interval, NaN if no image has a label. of_classes: (K,), average precisions."""
-
-    value: float
-    low: float
-    high: float
-    of_classes: np.ndarray
-
-
-def mean_average_precision(predictions: Predictions, split: Split, num_classes: int) -> MeanPrecision:
-    """The mean over the classes with images. predictions: with `of_classes`."""
+def mean_average_precision(
+    predictions: Predictions, split: Split, num_classes: int
+) -> tuple[dict[str, Any], np.ndarray]:
+    """(map, the mean over the classes with images, and map_low and map_high, the ends of its interval, NaN if no image
+    has a label; the average precision of each class, (K,)). predictions: with `of_classes`.
+    """
     columns = zip(_scores(predictions).T, has_labels(split, num_classes).T, strict=True)
-    rankings = [Ranking(*column) for column in columns]
+    of_each = [average_precision(*column) for column in columns]
 
     def precisions(weights: np.ndarray) -> np.ndarray:
-        return np.array([ranking.average_precision(weights) for ranking in rankings])
+        return np.array([of(weights) for of in of_each])
 
-    def mean(weights: np.ndarray) -> float:
-        return float(mean_of_known(precisions(weights)))  # A draw may leave out all images of a rare class.
+    def mean(weights: np.ndarray) -> np.ndarray:
+        return mean_of_known(precisions(weights))[None]  # A draw may leave out all images of a rare class.
 
-    found = bootstrapped(mean, SHARE, len(split), split.groups, num_classes)
-    return MeanPrecision(*found, precisions(np.ones(len(split))))
+    found = bootstrapped(mean, [SHARE], len(split), split.groups, num_classes)[:, 0].tolist()
+    return dict(zip(("map", "map_low", "map_high"), found, strict=True)), precisions(np.ones(len(split)))
 
 
 def score(predictions: Predictions, split: Split, names: Sequence[str]) -> dict[str, Any]:
@@ -82,17 +77,9 @@ def score(predictions: Predictions, split: Split, names: Sequence[str]) -> dict[
     scores, has = _scores(predictions), has_labels(split, len(names))
     if not has.any():
         return {}
-    found = mean_average_precision(predictions, split, len(names))
+    means, of_classes = mean_average_precision(predictions, split, len(names))
     chosen = scores >= _THRESHOLD
     report = ClassReport.of((chosen & has).sum(0), chosen.sum(0), has.sum(0))
-    rows = [
-        {
-            "class": name,
-            "images": int(report.support[number]),
-            "average_precision": float(found.of_classes[number]),
-            **{column: float(values[number]) for column, values in report._asdict().items() if column != "support"},
-        }
-        for number, name in enumerate(names)
-    ]
-    means = {"map": found.value, "map_low": found.low, "map_high": found.high}
+    first = {"class": names, "images": report.support, "average_precision": of_classes}
+    rows = pa.table({**first, **report._asdict()}).drop_columns("support").to_pylist()
     return {**means, "label_f1": report.macro()["macro_f1"], "per_label": rows}

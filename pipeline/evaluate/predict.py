@@ -1,7 +1,6 @@
 """Predicts the most likely classes of images, or numbers, and writes them as a table; entry point: `run`."""
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,7 +44,6 @@ def run(config: PredictConfig) -> pa.Table:
     Raises UserError before anything is written.
     """
     config = with_local_weights(config)
-    out = Path(config.out) if config.out else None
     loaded = load_model(config, config.loss)
     if not loaded.model.config.num_classes:
         raise UserError(
@@ -53,34 +51,32 @@ def run(config: PredictConfig) -> pa.Table:
             " images; launch/features.py writes the features."
         )
     if loaded.target_names:
-        return _predict_numbers(config, loaded, out)
+        return _predict_numbers(config, loaded)
     images, names = open_images(config, loaded)
     print_numbered(config, names)
     predictions = predict_all(config, loaded, images.true_classes(names).split, config.top)
     keys = images.split.keys(range(len(images.split)))
     table = _table(predictions, images, keys, names)
-
-    def said(row: int) -> str:
-        likely = zip(predictions.top[row].tolist(), predictions.probabilities[row].tolist(), strict=True)
-        return ", ".join(f"{names[number]} {probability:.1%}" for number, probability in likely)
-
-    _write(table, out, keys, predictions.problems, said)
+    likely = (of[:_SHOWN].tolist() for of in (predictions.top, predictions.probabilities))
+    said = [
+        ", ".join(f"{names[number]} {probability:.1%}" for number, probability in zip(*of_image, strict=True))
+        for of_image in zip(*likely, strict=True)
+    ]
+    _write(table, config.out, keys, predictions.problems, said)
     return table
 
 
-def _write(
-    table: pa.Table, out: Path | None, keys: list[str], problems: dict[int, str], said: Callable[[int], str]
-) -> None:
+def _write(table: pa.Table, out: str, keys: list[str], problems: dict[int, str], said: list[str]) -> None:
     """Write the table, and print a readable line of each of the first images, whatever the names of files and classes
-    hold. said: of a row that can be read.
+    hold. said: of each of these.
     """
-    if out is not None:
-        with replacing(out) as file:
-            (pq.write_table if out.suffix == ".parquet" else write_csv)(table, file)
+    if out:
+        with replacing(Path(out)) as file:
+            (pq.write_table if out.endswith(".parquet") else write_csv)(table, file)
     shown = [printable(key) for key in keys[:_SHOWN]]
     width = max(map(len, shown))
-    for row, key in enumerate(shown):
-        text = f"cannot be read: {problems[row]}" if row in problems else said(row)
+    for row, (key, text) in enumerate(zip(shown, said, strict=True)):
+        text = f"cannot be read: {problems[row]}" if row in problems else text
         print(f"{key:<{width}}  {printable(text)}")
     unread = f", {len(problems):,} of them unreadable" if problems else ""
     more = f", the first {_SHOWN} shown" if len(keys) > _SHOWN else ""
@@ -89,31 +85,32 @@ def _write(
     )
 
 
-def _predict_numbers(config: PredictConfig, loaded: LoadedModel, out: Path | None) -> pa.Table:
+def _predict_numbers(config: PredictConfig, loaded: LoadedModel) -> pa.Table:
     """`run` of weights that predict numbers: a row for each image, with a column for each number, and the true ones, if
     the data set has them, as NAME_true.
     """
     names = loaded.target_names
-    images = open_given(config, config.split, [], loaded.pixels)
+    images = open_given(config, [], loaded.pixels)
     split, known = images.split, images.target_names
     with loaded.reading(split, config) as reader:
         found = predict_targets(loaded.logits, reader)
-    check_outputs(config.weights, ", ".join(config.images), found, split)
+    check_outputs(config.weights, config.places, found, split)
     keys = split.keys(range(len(split)))
-    unknown = np.broadcast_to(~found.readable[:, None], found.values.shape)
     columns = {"image": pa.array(keys, pa.string())}
-    columns |= {name: pa.array(found.values[:, i], mask=unknown[:, i]) for i, name in enumerate(names)}
+    columns |= {
+        name: pa.array(values, mask=~found.readable) for name, values in zip(names, found.values.T, strict=True)
+    }
     for name in names:
         if name in known:
             true = split.target_values[:, known.index(name)]
             columns[f"{name}_true"] = pa.array(true, mask=np.isnan(true))
     columns["problem"] = pa.array([found.problems.get(row) for row in range(len(keys))], pa.string())
     table = pa.table(columns)
-
-    def said(row: int) -> str:
-        return ", ".join(f"{name} {value:.5g}" for name, value in zip(names, found.values[row].tolist(), strict=True))
-
-    _write(table, out, keys, found.problems, said)
+    said = [
+        ", ".join(f"{name} {value:.5g}" for name, value in zip(names, row, strict=True))
+        for row in found.values[:_SHOWN].tolist()
+    ]
+    _write(table, config.out, keys, found.problems, said)
     return table
 
 
@@ -127,21 +124,21 @@ def open_images(config: LookConfig, loaded: LoadedModel) -> tuple[AdhocSplit, li
     UserError if the number of names differs from the number of classes.
     """
     num_classes = 0 if loaded.target_names else loaded.model.config.num_classes
-    own = read_class_names(config.class_names) or loaded.extra.get("classes")
+    own = class_names(config, loaded)
     if own is not None and num_classes and len(own) != num_classes:
         raise UserError(
             f"class_names = {config.class_names} has {counted(len(own), 'line')}, {config.weights}"
             f" {counted(num_classes, 'class')}."
         )
     numbers = _numbered(num_classes)
-    images = open_given(config, config.split, own or numbers, loaded.pixels)
+    images = open_given(config, own or numbers, loaded.pixels)
     if own and set(images.label_names) <= set(own):
         with contextlib.suppress(UserError):  # Names that are not unique: no true class is known.
             split = images.split.relabelled(label_map(images.label_names, own))
             images = replace(images, split=split, label_names=list(own))
     named = own or (images.label_names if len(images.label_names) == num_classes else numbers)
     if named not in (own, numbers):
-        where = ", ".join(config.images)
+        where = config.places
         print(f"{unnamed_note(config.weights, where, named)}. Other names: class_names=FILE")
     readable = _readable_names(images, loaded)
     return with_readable_labels(images, loaded), [readable.get(name, name) for name in named]
@@ -172,9 +169,11 @@ def _readable_names(images: AdhocSplit, loaded: LoadedModel) -> dict[str, str]:
     return {**images.readable, **dict(of_weights)}
 
 
-def read_class_names(file: str) -> list[str] | None:
-    """The lines of the file that `class_names` sets, None if it is not set. Raises UserError."""
-    return read_lines(file, "class_names") if file else None
+def class_names(config: LookConfig, loaded: LoadedModel) -> list[str] | None:
+    """The lines of the file that `class_names` sets, else the classes of the weights, None if they have none. Raises
+    UserError.
+    """
+    return read_lines(config.class_names, "class_names") if config.class_names else loaded.extra.get("classes")
 
 
 def predict_all(config: LookConfig, loaded: LoadedModel, split: Split, num_top: int) -> Predictions:
@@ -183,7 +182,7 @@ def predict_all(config: LookConfig, loaded: LoadedModel, split: Split, num_top: 
     """
     with loaded.reading(split, config) as reader:
         done = predict(loaded.logits, reader, loaded.loss_kind, num_top)
-    check_outputs(config.weights, ", ".join(config.images), done, split)
+    check_outputs(config.weights, config.places, done, split)
     return done
 
 
@@ -192,13 +191,17 @@ def _table(predictions: Predictions, images: AdhocSplit, keys: list[str], names:
     kept = np.flatnonzero(predictions.readable[:, None] | (np.arange(most) == 0))
     rows, numbers = kept // most, predictions.top.ravel()[kept]
     unknown = ~predictions.readable[rows]
+    problems = [predictions.problems.get(row) for row in range(num)]
+    image, label, problem = (
+        pa.array(texts, pa.string()).take(rows) for texts in (keys, images.labels(range(num)), problems)
+    )
     columns = [
-        pa.array(keys, pa.string()).take(rows),
-        pa.array(images.labels(range(num)), pa.string()).take(rows),
+        image,
+        label,
         pa.array(kept % most + 1, pa.int32(), mask=unknown),
         pa.array(names, pa.string()).take(pa.array(numbers, mask=unknown)),
         pa.array(numbers, pa.int32(), mask=unknown),
         pa.array(predictions.probabilities.ravel()[kept], mask=unknown),
-        pa.array([predictions.problems.get(row) for row in range(num)], pa.string()).take(rows),
+        problem,
     ]
     return pa.table(columns, TABLE)

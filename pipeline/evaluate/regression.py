@@ -16,10 +16,9 @@ from torch import Tensor
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, Split
-from pipeline.data.loading.loader import Batch
 from pipeline.evaluate import measures
 from pipeline.evaluate.classify import each_sample
-from pipeline.evaluate.intervals import CORRELATION, ERROR, EXPLAINED, Bootstrap
+from pipeline.evaluate.intervals import CORRELATION, ERROR, EXPLAINED, bootstrapped
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.objectives.regression import metric_name
 
@@ -50,11 +49,7 @@ class TargetPredictions:
 
 def predict_targets(forward: Callable[[Tensor], Tensor], reader: SplitReader) -> TargetPredictions:
     """Run `forward` (images (B, H, W, C) -> (B, T)) over the whole split; see `each_sample`."""
-
-    def columns(batch: Batch) -> list[Tensor]:
-        return [forward(batch.images).float()]
-
-    (values,), readable, problems = each_sample(columns, reader)
+    (values,), readable, problems = each_sample(lambda batch: [forward(batch.images).float()], reader)
     return TargetPredictions(values, reader.split.target_values, readable, problems)
 
 
@@ -130,9 +125,7 @@ def score_targets(
     """
     measure = measure_of(predictions)
     num_samples, num_targets = predictions.values.shape
-    values = measure(np.ones(num_samples))
-    drawn = Bootstrap.of(measure, num_samples, groups, num_targets)
-    found = np.stack([values, *drawn.interval(values.tolist(), _SCALES * (num_targets + 1))])
+    found = bootstrapped(measure, _SCALES * (num_targets + 1), num_samples, groups, num_targets)
     rows = [
         dict(zip(_WITH_ENDS, of.T.ravel().tolist(), strict=True)) for of in np.split(found, num_targets + 1, axis=1)
     ]
@@ -150,24 +143,17 @@ def measure_of(predictions: TargetPredictions) -> measures.Measure:
     """How often each sample counts, (n,), -> SCORES of each target, and after those their means over the targets that
     have values, ((T + 1) x 4,).
     """
-    of_targets = [_measure(predictions, place) for place in range(predictions.values.shape[1])]
+    known = []
+    for scored, *pair in zip(predictions.scored.T, predictions.targets.T, predictions.values.T, strict=True):
+        true, predicted = (of[scored].astype(np.float64) for of in pair)
+        known.append((scored, true, predicted, (measures.places(true), measures.places(predicted))))
 
     def measure(weights: np.ndarray) -> np.ndarray:
-        rows = [of_target(weights) for of_target in of_targets]
-        return np.concatenate([*rows, measures.mean_of_known(np.stack(rows))])
-
-    return measure
-
-
-def _measure(predictions: TargetPredictions, place: int) -> measures.Measure:
-    """SCORES of the target at a place."""
-    scored = predictions.scored[:, place]
-    true, predicted = (of[scored, place].astype(np.float64) for of in (predictions.targets, predictions.values))
-    places = measures.places(true), measures.places(predicted)
-
-    def measure(weights: np.ndarray) -> np.ndarray:
-        own = weights[scored]
-        errors = (score(true, predicted, own) for score in (measures.r2, measures.rmse, measures.mae))
-        return np.array([*errors, measures.spearman(places[0], places[1], own)])
+        rows = []
+        for scored, true, predicted, places in known:
+            own = weights[scored]
+            errors = (score(true, predicted, own) for score in (measures.r2, measures.rmse, measures.mae))
+            rows.append([*errors, measures.spearman(*places, own)])
+        return np.concatenate([*rows, measures.mean_of_known(np.array(rows))])
 
     return measure

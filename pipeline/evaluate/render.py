@@ -59,11 +59,10 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("in brackets: 95 % intervals over", over))
     for name, text in _ACCURACIES.items():
         if name in scores:
-            rows += _accuracy(text, scores[name], scores, scores.get(f"{name}_effective_images"))
+            of = {"top1": scores[name], "effective_images": scores.get(f"{name}_effective_images")}
+            rows += _accuracy(text, of, scores)
     if "linear" in scores:
-        linear = scores["linear"]
-        text = f"linear layer, out of {linear['folds']} folds"
-        rows += _accuracy(text, linear["top1"], scores, linear.get("effective_images"))
+        rows += _accuracy(f"linear layer, out of {scores['linear']['folds']} folds", scores["linear"], scores)
     if "per_label" in scores:
         rows.append(("F1 of labels above 0.5, mean", f"{scores['label_f1']:.2%}"))
     else:
@@ -71,15 +70,13 @@ def summary(scores: dict[str, Any]) -> list[tuple[str, str]]:
     if "loss" in scores:
         rows.append((f"loss ({scores['loss_kind']})", f"{scores['loss']:.4f}"))
     for row in scores.get("fewshot", []):
-        text = f"{row['shots']}-shot linear accuracy, λ = {row['l2']:g}"
-        rows += _accuracy(text, row["top1"], scores, row.get("effective_images"))
+        rows += _accuracy(f"{row['shots']}-shot linear accuracy, λ = {row['l2']:g}", row, scores)
         if row["std"] is not None:
             seeds = counted(len(row["top1_of_seeds"]), "seed")
             rows.append((f"  its standard deviation over {seeds}", f"{row['std']:.2%}"))
     if "knn" in scores:
-        knn = scores["knn"]
-        text = f"accuracy of {knn['neighbours']} nearest neighbours"
-        rows += _accuracy(text, knn["top1"], scores, knn.get("effective_images"))
+        text = f"accuracy of {scores['knn']['neighbours']} nearest neighbours"
+        rows += _accuracy(text, scores["knn"], scores)
     if "spread" in scores:
         found = scores["spread"]
         most, images = min(found["images"], found["dimensions"]), counted(found["images"], "image")
@@ -106,11 +103,12 @@ def _in_brackets(name: str, scores: Mapping[str, Any]) -> str:
     return f"{value:{form}}" + (f" [{low:{form}}, {high:{form}}]" if not math.isnan(low) else "")
 
 
-def _accuracy(text: str, value: float, scores: dict[str, Any], effective: float | None) -> Iterator[tuple[str, str]]:
+def _accuracy(text: str, of: Mapping[str, Any], scores: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The rows of an accuracy and its interval, Wilson's; of a mean over seeds it is too wide rather than too narrow.
 
-    effective: of images in groups, their `effective_number`.
+    of: top1, and effective_images, of images in groups their `effective_number`.
     """
+    value, effective = of["top1"], of.get("effective_images")
     found = of_samples(value, effective or scores["num_samples"])
     low = math.nan if math.isnan(value) else found.low
     return _with_interval(text, (value, low, found.high), "groups" if effective else "images")

@@ -42,9 +42,7 @@ from pipeline.evaluate.probes.out_of_fold import predict_out_of_fold
 from pipeline.evaluate.probes.probe import choose_samples, probe, probe_metrics, spread_rows
 from pipeline.evaluate.probes.rankme import spread
 from pipeline.evaluate.regression import TargetPredictions, predict_targets, score_targets, with_targets_of
-from pipeline.model.files import find_file
-from pipeline.monitor.mlflow.weights import with_local_weights
-from pipeline.monitor.origin import find_origin
+from pipeline.monitor.mlflow.weights import find_weights
 from pipeline.monitor.run_page import DatasetFacts, RunFacts, WeightsOrigin
 from pipeline.monitor.tracking import send_report
 from pipeline.objectives.classification import unnamed_note
@@ -80,13 +78,11 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     data.
     """
     # ---------------------------------------------------------------------- the data and the weights
-    config = with_local_weights(config)
+    config, of_file, origin = find_weights(config)
     if config.folds:
         config = replace(config, classify=False, shots=[], neighbours=0)
     dataset = open_dataset(config.data)
-    file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
-    origin = find_origin(file, config.weights) if config.mlflow else None
-    loaded = load_model(replace(config, weights=str(file)), config.loss)
+    loaded = load_model(of_file, config.loss)
     names = loaded.target_names if config.classify else []
     if names and not dataset.classes:  # What is probed by default reads labels.
         config = replace(config, shots=[], neighbours=0)
@@ -104,8 +100,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
         scored_split = with_targets_of(config.weights, names, dataset, split)
     if classifies:
         scored, scored_split = _in_classes_of_weights(config, loaded, dataset, split)
-    is_multilabel = classifies and multilabel.is_multilabel(scored_split, loaded.loss_kind)
-    is_multilabel = is_multilabel and multilabel.fits_memory(scored_split, scored.num_classes)
+    is_multilabel = classifies and multilabel.is_multilabel(scored_split, scored.num_classes, loaded.loss_kind)
     data = to_path(config.data)
     name = f"{(data.resolve() if isinstance(data, Path) else data).name}-{config.split}{'-folds' * (config.folds > 0)}"
     folder = output_folder(config.out, config.weights, "evaluate", name, holds="evaluation")
@@ -127,8 +122,7 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     size, view = loaded.image_size, loaded.view
     scores: dict[str, Any] = {
         "weights": config.weights,
-        "run": loaded.extra.get("run"),
-        "step": loaded.extra.get("step"),
+        **loaded.made_by,
         "data": config.data,
         "split": config.split,
         "fingerprint": dataset.fingerprint,
@@ -212,14 +206,13 @@ def run(config: ScoreConfig) -> dict[str, Any]:
     print(f"report: {folder / 'report.html'}")
     if origin is not None:
         sent = [name for name, content in files.items() if content]
-        _send(config, scored, split, loaded, origin, scores, folder, sent)
+        _send(config, scored, loaded, origin, scores, folder, sent)
     return scores
 
 
 def _send(
     config: ScoreConfig,
     dataset: Dataset,
-    split: Split,
     loaded: LoadedModel,
     origin: WeightsOrigin,
     scores: dict[str, Any],
@@ -227,33 +220,33 @@ def _send(
     files: Iterable[str],
 ) -> None:
     """Send the scores to MLflow."""
-    data, trained = dataset.path.name, scores[TRAINED_BY]
+    data, split, trained = dataset.path.name, scores["split"], scores[TRAINED_BY]
     of_targets = metrics_of(scores["targets"]) if "targets" in scores else {}
-    declared = {f"{split.name}_{name}": replace(metric, group="eval") for name, metric in of_targets.items()}
+    declared = {f"{split}_{name}": replace(metric, group="eval") for name, metric in of_targets.items()}
     metrics = {
-        f"{split.name}_{name}": float(value)
+        f"{split}_{name}": float(value)
         for name, value in scores.items()
         # Whatever the split is called.
         if isinstance(value, int | float) and (name in of_targets or metric_of(f"val_{name}").group == "eval")
     }
     probed = probe_metrics(scores, data)
-    score = next((name for of in MAIN if (name := f"{split.name}_{of}") in metrics), f"{split.name}_top1")
-    if score not in metrics and probed:  # Features alone: the first probe.
-        score = next(iter(probed))
+    # Of features alone, the first probe.
+    main = [name for of in MAIN if (name := f"{split}_{of}") in metrics]
+    score = next(iter([*main, *probed]), f"{split}_top1")
     parameters = {key: value for key, value in scores.items() if key in _PARAMETERS}
     parameters |= {"targets": ", ".join(scores["targets"])} if "targets" in scores else {}
     parameters |= {name: getattr(config, name) for name in _OF_PROBES if config.reads_labels}
     notes = {TRAINED_BY: trained} if trained else {}
-    size, classes = len(split), dataset.num_classes
-    facts = DatasetFacts(data, str(dataset.path), dataset.fingerprint, split.name, size, classes, "evaluation", notes)
-    held_out = f" {not_held_out(split.name, trained)}." if trained else ""
+    of_data = data, str(dataset.path), dataset.fingerprint, split, scores["num_samples"], dataset.num_classes
+    facts = DatasetFacts(*of_data, "evaluation", notes)
+    held_out = f" {not_held_out(split, trained)}." if trained else ""
     about = RunFacts(
-        f"{loaded.extra.get('run') or Path(config.weights).name} on {data}:{split.name}",
+        f"{loaded.extra.get('run') or Path(config.weights).name} on {data}:{split}",
         "evaluation",
         parameters,
         {"model": architecture.name_of(loaded.model.config), "data": facts.digest, "dataset": data},
         (facts,),
-        f"**Scores** of `{config.weights}` on {data}, {split.name}.{held_out}",
+        f"**Scores** of `{config.weights}` on {data}, {split}.{held_out}",
         {"parent": origin.run_id} if origin.run_id else {},
         score=score,
         origin=origin,
@@ -330,8 +323,6 @@ def _probe(
 ) -> dict[str, Any]:
     """Scores of the probes. Only the training images that they need are run through the model."""
     choice = choose_samples(config, train, num_classes)
-    if not len(choice.rows):
-        raise UserError(f"{config.data}: no image of split {train.name!r} has a class. Use shots=0 neighbours=0.")
     with loaded.reading(train, config) as reader:
         seen = extract(loaded.features, reader, choice.rows)
     scores = probe(config, choice, seen, tested, label_table(split), reader.ranks, split.groups)

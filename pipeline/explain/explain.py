@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +17,6 @@ from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import normalise
 from pipeline.data.loading.values import to_rgb
 from pipeline.data.storage.atomic import write_files
@@ -29,16 +28,14 @@ from pipeline.evaluate.loaded_model import (
     print_unreadable,
     refuse_none_readable,
 )
-from pipeline.evaluate.patches import draw_components, patch_components
+from pipeline.evaluate.patches import patch_components
 from pipeline.evaluate.predict import open_images, predict_all, print_numbered
 from pipeline.explain import galleries
 from pipeline.explain.attention import compute_attention, patch_distances
 from pipeline.explain.parameters import position_similarity, principal_filters
 from pipeline.explain.reconstruction import reconstruct
 from pipeline.model import VisionTransformer, read_weights
-from pipeline.model.files import find_file
-from pipeline.monitor.mlflow.weights import with_local_weights
-from pipeline.monitor.origin import find_origin
+from pipeline.monitor.mlflow.weights import find_weights
 from pipeline.monitor.run_page import RunFacts
 from pipeline.monitor.tracking import send_report
 from pipeline.objectives.mae import Mae
@@ -62,11 +59,9 @@ def run(config: ExplainConfig, skip: bool = False) -> dict[str, Any]:
     skip: leave out drawings of `config.draw` that the model does not have, with a line. Raises UserError for a user's
     mistake, before anything is written.
     """
-    config = with_local_weights(config)
-    file = find_file(Path(config.weights))  # Once, because a run in training changes its `latest`.
-    origin = find_origin(file, config.weights) if config.mlflow else None
-    content = read_weights(file, print)
-    loaded = load_model(replace(config, weights=str(file)), config.loss, content)
+    config, of_file, origin = find_weights(config)
+    content = read_weights(of_file.weights, print)
+    loaded = load_model(of_file, config.loss, content)
     mae = None
     if config.images and (not config.draw or "reconstruction" in config.draw):
         mae = Mae.from_weights(content, print, normalise=config.normalise)
@@ -74,15 +69,14 @@ def run(config: ExplainConfig, skip: bool = False) -> dict[str, Any]:
     wanted = _choose_drawings(config, loaded, mae, skip)
     folder = output_folder(config.out, config.weights, "explain", holds="explanation")
     hold(folder)
-    made_by = {name: loaded.extra.get(name) for name in ("run", "step")}
-    numbers: dict[str, Any] = {"weights": config.weights, **made_by, "model": loaded.model.config.to_dict()}
+    numbers: dict[str, Any] = {"weights": config.weights, **loaded.made_by, "model": loaded.model.config.to_dict()}
     drawn = Drawn()
     if "filters" in wanted:
-        filters = principal_filters(loaded.model)
-        drawn["filters"] = galleries.draw_filters(filters, loaded.pixels.shown)
-        numbers["filter_variance_shares"] = filters.shares.tolist()
+        components, shares, num_filters = principal_filters(loaded.model)
+        drawn["filters"] = galleries.draw_filters(components, shares, num_filters, loaded.pixels.shown)
+        numbers["filter_variance_shares"] = shares.tolist()
     if "positions" in wanted:
-        drawn["positions"] = galleries.draw_positions(position_similarity(cast(VisionTransformer, loaded.model)))
+        drawn["positions"] = galleries.draw_positions(position_similarity(loaded.vit))
     if wanted & _IMAGE_DRAWINGS:
         drawn |= _draw_images(config, loaded, mae, wanted, numbers)
 
@@ -154,12 +148,14 @@ def _draw_images(
         left_out = {} if "predictions" in wanted else reader.left_out  # Predicting says it.
         any_number = replace(reader, budget=BadBudget(1.0), left_out=left_out)
         (values,), readable, problems = each_sample(lambda batch: [batch.images], any_number, rows)
-    print_unreadable(problems, split.keys, "left out")
-    refuse_none_readable(", ".join(config.images), problems, split, len(rows))
+    print_unreadable(problems, split, "left out")
+    refuse_none_readable(config.places, problems, split, len(rows))
     rows, pixels = rows[readable][: config.num_drawn], torch.from_numpy(values[readable])
     few = pixels[: config.num_drawn]
-    numbers["images"] = split.keys(rows)
-    captions = [[caption] for caption in pictures.captions(rows.tolist())]
+    numbers["images"] = keys = split.keys(rows)
+    # Known classes, or else the last part of the key.
+    named = zip(pictures.labels(rows), keys, strict=True)
+    captions = [[label or PurePosixPath(key).stem] for label, key in named]
     inputs = list(map(Tile, to_rgb(few.numpy(), loaded.pixels), captions))
 
     drawn, model = Drawn(), cast(VisionTransformer, loaded.model)  # Of others, no tokens are wanted.
@@ -178,38 +174,31 @@ def _draw_images(
     if "components" in wanted:
         with torch.no_grad():
             features = torch.cat([loaded.patch_features(part).cpu() for part in few.split(config.batch)])
-        found = patch_components(features)
-        drawn["components"] = draw_components(found, model.config.patch_pixels, model.config.image_size, inputs)
-        numbers["component_variance_shares"] = found.shares.tolist()
+        colours, shares = patch_components(features)
+        drawn["components"] = galleries.draw_components(colours, shares, model.config, inputs)
+        numbers["component_variance_shares"] = shares.tolist()
     if "reconstruction" in wanted and mae is not None:
         read = normalise(few, loaded.device, torch.float32, loaded.pixels)
-        painted = reconstruct(mae.to(loaded.device), read, rows, config.seed, config.batch)
-        drawn["reconstruction"] = galleries.draw_reconstruction(painted, mae.normalise, inputs)
-        numbers["reconstruction_losses"] = painted.losses.tolist()
+        masked, painted, losses = reconstruct(mae.to(loaded.device), read, rows, config.seed, config.batch)
+        drawn["reconstruction"] = galleries.draw_reconstruction(masked, painted, losses, mae.normalise, inputs)
+        numbers["reconstruction_losses"] = losses.tolist()
     if "predictions" in wanted:
         print_numbered(config, names)
         chosen = np.sort(order[:_NUM_PREDICTED])
         known = pictures.true_classes(names).split.only(chosen)
-        drawn["predictions"] = _draw_predictions(config, loaded, known, names, numbers)
+        predictions = predict_all(config, loaded, known, num_top=1)
+        print_unreadable(predictions.problems, known, "not predicted")
+        true, predicted = outcomes(predictions, known)
+        judged = (true >= 0) & (predicted >= 0)
+        if judged.any():
+            wrong = judged & (true != predicted)
+            numbers["predictions"] = {"images": int(judged.sum()), "wrong": int(wrong.sum())}
+        drawn["predictions"] = galleries.draw_predictions(
+            true,
+            predicted,
+            predictions.probabilities[:, 0],
+            names,
+            _NUM_PREDICTIONS,
+            partial(loaded.shown, config, known),
+        )
     return drawn
-
-
-def _draw_predictions(
-    config: ExplainConfig, loaded: LoadedModel, split: Split, names: list[str], numbers: dict[str, Any]
-) -> Figure:
-    """split: its labels are numbers of the classes `names`, or it has none."""
-    predictions = predict_all(config, loaded, split, num_top=1)
-    print_unreadable(predictions.problems, split.keys, "not predicted")
-    true, predicted = outcomes(predictions, split)
-    known = (true >= 0) & (predicted >= 0)
-    if known.any():
-        wrong = known & (true != predicted)
-        numbers["predictions"] = {"images": int(known.sum()), "wrong": int(wrong.sum())}
-    return galleries.draw_predictions(
-        true,
-        predicted,
-        predictions.probabilities[:, 0],
-        names,
-        _NUM_PREDICTIONS,
-        partial(loaded.shown, config, split),
-    )

@@ -5,6 +5,7 @@ Colour maps are perceptually uniform (viridis). Pixels are uint8 (H, W, 3), the 
 """
 
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -16,8 +17,6 @@ from pipeline.base.page import style_axes
 from pipeline.base.words import counted
 from pipeline.evaluate.patches import enlarge
 from pipeline.explain.attention import POOLING, Attention
-from pipeline.explain.parameters import Filters
-from pipeline.explain.reconstruction import Reconstruction
 from pipeline.model import ViTConfig
 
 _MAX_MAPS = 12  # of one image in a row
@@ -33,11 +32,10 @@ def draw_attention(attention: Attention, config: ViTConfig, layer: str, head: st
     """
     maps, layers, heads = choose_maps(attention, layer, head)
     rows: list[Sequence[Tile | None]] = []
-    for image, of_image in zip(inputs, maps.numpy(), strict=False):
+    for image, of_image in zip(inputs, maps.flatten(1, 2).numpy(), strict=False):
         tiles = [
-            Tile(overlay(image.pixels, values, config), [of_layer, of_head])
-            for of_layer, of_heads in zip(layers, of_image, strict=True)
-            for of_head, values in zip(heads, of_heads, strict=True)
+            Tile(overlay(image.pixels, values, config), names)
+            for names, values in zip(product(layers, heads), of_image, strict=True)
         ]
         rows += [[None if number else image, *line] for number, line in enumerate(lines_of(tiles, _MAX_MAPS))]
     title = "Attention of the class token" if config.pool in ("token", "both") else "Attention, mean of all patches"
@@ -48,15 +46,13 @@ def draw_attention(attention: Attention, config: ViTConfig, layer: str, head: st
 
 def choose_maps(attention: Attention, layer: str, head: str) -> tuple[Tensor, list[str], list[str]]:
     """(maps (B, layers, heads, h, w), names of the layers, names of the heads) of this choice; see draw_attention."""
-    maps, layers = attention.maps, attention.layers
-    heads = [f"head {number + 1}" for number in range(maps.shape[2])]
-    if layer != "all":
-        maps, layers = maps[:, [int(layer) - 1]], [layers[int(layer) - 1]]
+    chosen, of_heads = (
+        slice(None) if name in ("all", "mean") else slice(int(name) - 1, int(name)) for name in (layer, head)
+    )
+    maps, layers = attention.maps[:, chosen, of_heads], attention.layers[chosen]
     if head == "mean":
         return maps.mean(2, keepdim=True), layers, ["mean of the heads"]
-    if head != "all":
-        maps, heads = maps[:, :, [int(head) - 1]], [heads[int(head) - 1]]
-    return maps, layers, heads
+    return maps, layers, [f"head {number + 1}" for number in range(attention.maps.shape[2])][of_heads]
 
 
 def draw_rollout(attention: Attention, config: ViTConfig, inputs: Sequence[Tile]) -> Figure:
@@ -67,22 +63,42 @@ def draw_rollout(attention: Attention, config: ViTConfig, inputs: Sequence[Tile]
     return gallery(folded([inputs, rollout]), "Attention rollout", note)
 
 
-def draw_reconstruction(found: Reconstruction, normalise: bool, inputs: Sequence[Tile]) -> Figure:
+def draw_reconstruction(
+    masked: np.ndarray, painted: np.ndarray, losses: Tensor, normalise: bool, inputs: Sequence[Tile]
+) -> Figure:
     """Each image, below it what MAE's encoder sees, and below that the image with the removed patches as its decoder
-    predicts them.
+    predicts them. masked, painted, losses: of `reconstruct`.
     """
     rows = [
         inputs,
-        [Tile(image, ["visible patches"]) for image in found.masked],
-        [Tile(image, ["reconstruction"]) for image in found.painted],
+        [Tile(image, ["visible patches"]) for image in masked],
+        [Tile(image, ["reconstruction"]) for image in painted],
     ]
     note = (
         "The image; the patches that the encoder sees; the others as the decoder predicts them. Mean loss"
-        f" {found.losses.mean():.4f}."
+        f" {losses.mean():.4f}."
     )
     if normalise:
         note += " The decoder predicts normalised pixels: each patch has the mean and deviation of the image itself."
     return gallery(folded(rows), "Reconstruction by MAE", note)
+
+
+def draw_components(colours: Tensor, shares: Tensor, config: ViTConfig, inputs: Sequence[Tile]) -> Figure:
+    """Each image, and below it the first three principal components of its patches as red, green and blue.
+
+    colours, shares: of `patch_components`.
+    """
+    tiles = [
+        Tile(np.dstack([enlarge(of, config, image.pixels.shape[:2]) for of in found.permute(2, 0, 1).numpy()]))
+        for image, found in zip(inputs, colours, strict=True)
+    ]
+    named = zip(("red", "green", "blue"), shares.tolist(), strict=False)
+    told = ", ".join(f"{name} {share:.1%}" for name, share in named)
+    note = (
+        "The first three principal components of the patches of all these images together: patches with similar"
+        f" features have similar colours. Shares of the variance: {told}."
+    )
+    return gallery(folded([inputs, tiles]), "Patches by their features", note)
 
 
 def order_by_mistake(right: np.ndarray, confidence: np.ndarray, most: int) -> np.ndarray:
@@ -140,13 +156,13 @@ def draw_predictions(
 def overlay(pixels: np.ndarray, values: np.ndarray, config: ViTConfig) -> np.ndarray:
     """A map in colours over the image in grey, scaled to its own largest value."""
     grey = pixels.mean(2, keepdims=True) / 255
-    scaled = enlarge(values / max(values.max(), 1e-12), config.patch_pixels, config.image_size, pixels.shape[:2])
+    scaled = enlarge(values / max(values.max(), 1e-12), config, pixels.shape[:2])
     return 0.4 * grey + 0.6 * MAP(scaled)[..., :3]
 
 
 def brighten(pixels: np.ndarray, values: np.ndarray, config: ViTConfig) -> np.ndarray:
     """The image, bright where the map is large (ViT paper, Figure 6), and never fully dark."""
-    scaled = enlarge(values / max(values.max(), 1e-12), config.patch_pixels, config.image_size, pixels.shape[:2])
+    scaled = enlarge(values / max(values.max(), 1e-12), config, pixels.shape[:2])
     return pixels / 255 * (0.15 + 0.85 * scaled**0.7)[..., None]
 
 
@@ -197,18 +213,19 @@ def draw_positions(similarity: Tensor) -> Figure:
     return figure
 
 
-def draw_filters(filters: Filters, shown: Sequence[int] = (0, 1, 2)) -> Figure:
-    """Principal components, each with its share of the variance; grey is zero, and each is scaled on its own. shown:
-    `Pixels.shown`.
+def draw_filters(components: Tensor, shares: Tensor, num_filters: int, shown: Sequence[int]) -> Figure:
+    """Principal components, each with its share of the variance; grey is zero, and each is scaled on its own.
+
+    components, shares, num_filters: of `principal_filters`. shown: `Pixels.shown`.
     """
     tiles = []
-    for number, (component, share) in enumerate(zip(filters.components, filters.shares.tolist(), strict=True), start=1):
+    for number, (component, share) in enumerate(zip(components, shares.tolist(), strict=True), start=1):
         pixels = 0.5 + component[list(shown)] / (2 * component.abs().max())
         tiles.append(Tile(pixels.permute(1, 2, 0).numpy(), [f"{number}: {share:.1%}"]))
-    count, of = len(tiles), f"{counted(filters.num_filters, 'filter')}"
-    height, width = filters.components.shape[2:]
+    count, of = len(tiles), counted(num_filters, "filter")
+    height, width = components.shape[2:]
     note = (
         f"{count} principal components of {of}, {height} × {width} px, and their shares of the variance"
-        f" ({filters.shares.sum():.1%} in all)"
+        f" ({shares.sum():.1%} in all)"
     )
     return gallery([tiles[i : i + 7] for i in range(0, count, 7)], "Filters of the first layer", note)

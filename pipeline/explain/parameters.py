@@ -1,6 +1,5 @@
 """What the weights show without an image: similarity of positions, and principal filters."""
 
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -29,21 +28,13 @@ def position_similarity(model: VisionTransformer) -> Tensor:
     return (unit @ unit.transpose(1, 2)).unflatten(2, (h, w)).unflatten(1, (h, w))
 
 
-@dataclass(frozen=True)
-class Filters:
-    """Principal components of the first layer's filters (ViT paper, Figure 7, left).
+def principal_filters(model: Model) -> tuple[Tensor, Tensor, int]:
+    """Principal components of the patch embedding's filters, or of the root's in a ResNet or hybrid; at most 28 (ViT
+    paper, Figure 7, left).
 
-    components: float32 (n, 3, P, P), of length 1, their largest value positive. shares: (n,), of the variance.
-    num_filters: number of filters that these are the components of.
+    Returns (components, float32 (n, C, P, P), of length 1, their largest value positive; shares of the variance, (n,);
+    the number of filters).
     """
-
-    components: Tensor
-    shares: Tensor
-    num_filters: int
-
-
-def principal_filters(model: Model) -> Filters:
-    """Principal components of the patch embedding's filters, or of the root's in a ResNet or hybrid; at most 28."""
     stem = model if isinstance(model, ResNet) else model.stem
     first = cast(nn.Conv2d, model.patch_embedding if stem is None else stem.root)
     kernel = first.weight.detach().double().cpu()
@@ -57,4 +48,4 @@ def principal_filters(model: Model) -> Filters:
     directions = directions[:count]
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
     components = (directions * largest.sign()).unflatten(1, kernel.shape[1:])
-    return Filters(components.float(), (spread**2 / (spread**2).sum())[:count].float(), len(filters))
+    return components.float(), (spread**2 / (spread**2).sum())[:count].float(), len(filters)

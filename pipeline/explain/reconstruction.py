@@ -4,8 +4,6 @@ Figure 2).
 Shapes: B images, N patches, P patch side, H, W image height and width.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,21 +16,13 @@ from pipeline.objectives.mae import Mae, draw_masks, errors
 _GREY = 0.5
 
 
-@dataclass(frozen=True)
-class Reconstruction:
-    """masked, painted: uint8 (B, H, W, 3) on the CPU; removed patches are grey, or as predicted. losses: float32
-    (B,).
-    """
-
-    masked: np.ndarray
-    painted: np.ndarray
-    losses: Tensor
-
-
 @torch.no_grad()
-def reconstruct(model: Mae, images: Tensor, rows: np.ndarray, seed: int, batch: int) -> Reconstruction:
+def reconstruct(
+    model: Mae, images: Tensor, rows: np.ndarray, seed: int, batch: int
+) -> tuple[np.ndarray, np.ndarray, Tensor]:
     """Paint the removed patches of images (B, C, H, W), as the model reads them, `batch` of them at a time, on their
-    device.
+    device. Returns (images whose removed patches are grey; as predicted, uint8 (B, H, W, 3) each; losses, float32
+    (B,)), on the CPU.
 
     rows: their numbers, from which, with the seed, the masks are drawn. A decoder of normalised pixels does not predict
     the mean and deviation of a patch: they are the image's own.
@@ -58,7 +48,7 @@ def reconstruct(model: Mae, images: Tensor, rows: np.ndarray, seed: int, batch: 
         grey = _GREY ** (1 / pixels.shown_power)  # as it is shown
         masked.append(_image_of(torch.where(removed, grey, patches * std + mean), config))
         painted.append(_image_of(torch.where(removed, predicted, patches) * std + mean, config))
-    return Reconstruction(np.concatenate(masked), np.concatenate(painted), torch.cat(losses))
+    return np.concatenate(masked), np.concatenate(painted), torch.cat(losses)
 
 
 def _image_of(patches: Tensor, config: ViTConfig) -> np.ndarray:

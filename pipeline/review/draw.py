@@ -25,14 +25,12 @@ from pipeline.base.trained_on import TRAINED_BY
 from pipeline.base.words import on_one_line
 from pipeline.cluster.status_files import read_settings
 from pipeline.data.dataset.manifest import Dataset, Split
-from pipeline.data.loading.loader import Loader
-from pipeline.data.loading.values import to_rgb
 from pipeline.data.loading.views import eval_view
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.cache import Storage
 from pipeline.evaluate import mistakes
-from pipeline.evaluate.classify import read_pixels
+from pipeline.evaluate.classify import read_shown
 from pipeline.evaluate.render import draw_confusion, draw_scatter
 from pipeline.explain import explain, galleries
 from pipeline.monitor.page_folder import FIGURES, MISTAKES, PAGE
@@ -124,9 +122,8 @@ def _of_evaluation(folder: Path) -> Iterator[bytes | Files | None]:
 def _read_shown(split: Split, config: RunConfig, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns (the rows that can be read, the crops that the model sees, uint8 (n, H, W, 3))."""
     view = eval_view(config.augment, config.model.image_size, split.pixels)
-    with Loader(split, view, threads=1, prefetch=2, max_bad_share=1.0) as loader:
-        rows, pixels = read_pixels(loader, rows, 16)
-    return rows, to_rgb(pixels.numpy(), split.pixels)
+    kept, images, _ = read_shown(split, view, rows)
+    return kept, images
 
 
 def _draw_sheet(found: LastPredictions, names: list[str], split: Split, config: RunConfig) -> bytes | None:

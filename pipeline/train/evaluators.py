@@ -163,8 +163,8 @@ class SplitEvaluator(Evaluator):
         predictions = predict(forward, reader, objective.loss_kind, keeps_all=asked.mean_ap)
         scores = score(predictions, split, num_classes, objective.loss_kind)
         if asked.mean_ap:
-            of_labels = mean_average_precision(predictions, split, num_classes)
-            scores = replace(scores, map=of_labels.value, map_low=of_labels.low, map_high=of_labels.high)
+            of_labels, _ = mean_average_precision(predictions, split, num_classes)
+            scores = replace(scores, **of_labels)
         return scores, predictions
 
 

@@ -5,8 +5,8 @@ import pytest
 from scipy import stats
 from sklearn import metrics
 
-from pipeline.evaluate.intervals import EXPLAINED, Bootstrap
-from pipeline.evaluate.measures import Ranking, mae, places, r2, rmse, spearman
+from pipeline.evaluate.intervals import EXPLAINED, bootstrapped
+from pipeline.evaluate.measures import average_precision, mae, places, r2, rmse, spearman
 
 
 @pytest.fixture
@@ -35,20 +35,20 @@ def test_average_precision_equals_scikit_learns(rng: np.random.Generator) -> Non
     for _ in range(5):
         has = rng.random(80) < 0.2
         scores = np.round(np.clip(rng.random(80) * 0.7 + 0.3 * has, 0, 1), 2)
-        drawn, ranking = rng.integers(0, 3, 80), Ranking(scores, has)
+        drawn, measure = rng.integers(0, 3, 80), average_precision(scores, has)
         expected = metrics.average_precision_score(has, scores, sample_weight=drawn)
-        assert ranking.average_precision(drawn.astype(float)) == pytest.approx(expected, abs=1e-12)
-    none = Ranking(scores, np.zeros(80, bool))
-    assert np.isnan(none.average_precision(np.ones(80)))
+        assert measure(drawn.astype(float)) == pytest.approx(expected, abs=1e-12)
+    none = average_precision(scores, np.zeros(80, bool))
+    assert np.isnan(none(np.ones(80)))
 
 
-def _drawn(true: np.ndarray, models: list[np.ndarray], groups: np.ndarray | None) -> Bootstrap:
-    return Bootstrap.of(
-        lambda weights: np.array([r2(true, model, weights) for model in models]),
-        len(true),
-        groups,
-        5_000_000 // len(true),
-    )
+def _interval(true: np.ndarray, predicted: np.ndarray, groups: np.ndarray | None) -> list[float]:
+    def measure(weights: np.ndarray) -> np.ndarray:
+        return np.array([r2(true, predicted, weights)])
+
+    value, *ends = bootstrapped(measure, [EXPLAINED], len(true), groups, 5_000_000 // len(true))[:, 0].tolist()
+    assert value == _r2(true, predicted)
+    return ends
 
 
 def _r2(true: np.ndarray, predicted: np.ndarray) -> float:
@@ -72,7 +72,7 @@ def test_intervals_cover_the_truth(rng: np.random.Generator, num_groups: int, si
     for _ in range(60):
         true, predicted, groups = draw(num_groups, size) if num_groups else draw(size, 1)
         for of in (groups, None):
-            low, high = _drawn(true, [predicted], of).interval([_r2(true, predicted)], [EXPLAINED])[:, 0]
+            low, high = _interval(true, predicted, of)
             covered += of is groups and low <= truth <= high
             of_images += of is None and low <= truth <= high
     assert covered / 60 >= least
@@ -83,6 +83,5 @@ def test_intervals_cover_the_truth(rng: np.random.Generator, num_groups: int, si
 def test_of_one_group_and_of_a_perfect_score(rng: np.random.Generator) -> None:
     true = rng.normal(size=300)
     good = true + rng.normal(0, 0.3, 300)
-    assert np.isnan(_drawn(true, [good], np.zeros(300, int)).interval([0.5], [EXPLAINED])).all()
-    perfect = _drawn(true, [true], None)
-    assert perfect.interval([1.0], [EXPLAINED]).ravel().tolist() == [1.0, 1.0]
+    assert np.isnan(_interval(true, good, np.zeros(300, int))).all()
+    assert _interval(true, true, None) == [1.0, 1.0]

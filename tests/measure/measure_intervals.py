@@ -79,20 +79,17 @@ def of_numbers(rng: np.random.Generator, num_groups: int, draws: int) -> str:
         parts = [rng.normal(size=count)[groups] + rng.normal(size=len(groups)) for _ in range(4)]
         return groups, parts[0], [parts[0] + 0.5 * parts[1] + 0.3 * own for own in parts[2:]]
 
-    def draw(true: np.ndarray, models: list[np.ndarray], groups: np.ndarray | None) -> intervals.Bootstrap:
-        return intervals.Bootstrap.of(
-            lambda weights: np.array([r2(true, model, weights) for model in models]), len(true), groups
-        )
-
     _, true, models = images(20_000)
     everywhere = r2(true, models[0], np.ones(len(true)))
     inside = []
     for _ in range(draws):
         groups, true, models = images(num_groups)
-        first, second = (r2(true, model, np.ones(len(true))) for model in models)
-        both = [draw(true, models, of) for of in (groups, None)]
-        ends = [drawn.interval([first, second], [intervals.EXPLAINED] * 2)[:, 0] for drawn in both]
-        inside.append([low <= everywhere <= high for low, high in ends])
+
+        def measure(weights: np.ndarray, true: np.ndarray = true, model: np.ndarray = models[0]) -> np.ndarray:
+            return np.array([r2(true, model, weights)])
+
+        found = [intervals.bootstrapped(measure, [intervals.EXPLAINED], len(true), of)[1:, 0] for of in (groups, None)]
+        inside.append([low <= everywhere <= high for low, high in found])
     grouped, plain = np.mean(inside, axis=0)
     return f"R2 {everywhere:.2f}: interval over groups contains the truth {grouped:.3f}, over images {plain:.3f}"
 

@@ -24,7 +24,7 @@ def predict_out_of_fold(
     divided. The samples of a fold are predicted by `fewshot.fit` to those of the others. Probabilities are the softmax
     of its targets times the factor of the fold for which the labels are the most likely.
     """
-    usable = np.flatnonzero(features.readable & np.isfinite(features.values).all(1) & (labels >= 0))
+    usable = np.flatnonzero(features.usable & (labels >= 0))
     values, known = features.values[usable], labels[usable]
     fold = divide(known, folds, None if groups is None else groups[usable])
     predicted, of_predicted, of_labels = np.full(len(labels), -1), np.zeros(len(labels)), np.zeros(len(labels))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.architecture.pixels import RGB8, Pixels
+from pipeline.architecture.pixels import Pixels
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.metric import SPREAD
@@ -82,8 +82,7 @@ def probe(
     groups, rows and kNN also have effective_images (`effective_number`). Unreadable images and non-finite features
     count as wrong in the test and are not used for training; a score is NaN if no training sample is left.
     """
-    usable = train.readable & np.isfinite(train.values).all(1)
-    seen = test.readable & np.isfinite(test.values).all(1)
+    usable, seen = train.usable, test.usable
     labels = np.where(seen[:, None], test_labels, -1)
     values = np.where(seen[:, None], test.values, 0)
 
@@ -145,23 +144,13 @@ def probe_metrics(scores: dict[str, Any], prefix: str) -> dict[str, float]:
     """
     rows = scores.get("fewshot", [])
     several = len({row["l2"] for row in rows}) > 1
-    metrics: dict[str, float | None] = {}
-    for row in rows:
-        name = f"{prefix}_{row['shots']}shot" + (f"_l2_{row['l2']:g}" if several else "")
-        metrics |= {
-            name: row["top1"],
-            f"{name}_std": row["std"],
-            f"{name}_effective_images": row.get("effective_images"),
-        }
+    found = {f"{row['shots']}shot" + (f"_l2_{row['l2']:g}" if several else ""): row for row in rows}
     if "knn" in scores:
-        name = f"{prefix}_{scores['knn']['neighbours']}nn"
-        metrics |= {name: scores["knn"]["top1"], f"{name}_effective_images": scores["knn"].get("effective_images")}
+        found[f"{scores['knn']['neighbours']}nn"] = scores["knn"]
     if "linear" in scores:
-        linear = scores["linear"]
-        metrics |= {
-            f"{prefix}_linear": linear["top1"],
-            f"{prefix}_linear_effective_images": linear.get("effective_images"),
-        }
+        found["linear"] = scores["linear"]
+    endings = {"": "top1", "_std": "std", "_effective_images": "effective_images"}
+    metrics = {f"{prefix}_{name}{end}": of.get(key) for name, of in found.items() for end, key in endings.items()}
     metrics |= {name: value for name, value in scores.get("spread", {}).items() if name in SPREAD}
     # A file has None where there is no number.
     return {name: value for name, value in metrics.items() if value is not None}
@@ -207,7 +196,7 @@ class RunProbe:
         return {name: runs for name, runs in found.items() if runs}
 
     def scores(
-        self, features: Callable[[Tensor], Tensor], ranks: Ranks, stop: StopRequest, pixels: Pixels = RGB8
+        self, features: Callable[[Tensor], Tensor], ranks: Ranks, stop: StopRequest, pixels: Pixels
     ) -> dict[str, Any]:
         """Scores of `features` (images of a batch -> (B, D)) on the main data set, as `probe` returns them, with
         "num_samples" tested; as "also" those of each other data set by its name; and as "spread" what `spread` does.
@@ -243,31 +232,25 @@ def open_run_probe(
     own, own_split: what the run trains on. datasets: what it is probed on, by the names of `RunProbeConfig.tested`;
     they have labels if the probe reads them. pixels: of the model.
     """
-    opened = [
-        _open_labelled(config, own, name, dataset, pixels)
-        for name, dataset in datasets.items()
-        if config.probe.reads_labels
-    ]
+    settings, opened = config.probe, []
+    for name, dataset in datasets.items() if settings.reads_labels else ():
+        path, tested = settings.tested[name]
+        pixels.reading(dataset.pixels, f"a model of data.path = {own.path}", f"probe.data = {dataset.path}")
+        exclude = config.data.exclude if dataset is own else "all"  # Another data set has other lists.
+        splits = []
+        for setting, split in (("probe.train_split", settings.train_split), ("probe.split", tested)):
+            try:
+                splits.append(dataset.split(split, exclude))
+            except UserError as error:
+                raise type(error)(f"{setting} = {split}: {error}") from error
+        train, test = splits
+        choice = choose_samples(settings, train, dataset.num_classes)
+        if not len(choice.rows) or not len(test) or not test.max_labels:
+            empty = train if not len(choice.rows) else test
+            raise UserError(
+                f"{path or config.data.path}: split {empty.name!r} has no images with a class. Set probe.data to a"
+                " data set with classes, or measure what needs none: probe.rankme_images=2048 probe.shots=0"
+                " probe.neighbours=0."
+            )
+        opened.append(LabelledProbe(name, train, test, choice, dataset.fingerprint))
     return RunProbe(config, own_split, tuple(opened))
-
-
-def _open_labelled(config: RunConfig, own: Dataset, name: str, dataset: Dataset, pixels: Pixels) -> LabelledProbe:
-    settings, (path, tested) = config.probe, config.probe.tested[name]
-    pixels.reading(dataset.pixels, f"a model of data.path = {own.path}", f"probe.data = {dataset.path}")
-    exclude = config.data.exclude if dataset is own else "all"  # Another data set has other lists.
-    splits = []
-    for setting, split in (("probe.train_split", settings.train_split), ("probe.split", tested)):
-        try:
-            splits.append(dataset.split(split, exclude))
-        except UserError as error:
-            raise type(error)(f"{setting} = {split}: {error}") from error
-    train, test = splits
-    choice = choose_samples(settings, train, dataset.num_classes)
-    if not len(choice.rows) or not len(test) or not test.max_labels:
-        empty = train if not len(choice.rows) else test
-        raise UserError(
-            f"{path or config.data.path}: split {empty.name!r} has no images with a class. Set probe.data to a"
-            " data set with classes, or measure what needs none: probe.rankme_images=2048 probe.shots=0"
-            " probe.neighbours=0."
-        )
-    return LabelledProbe(name, train, test, choice, dataset.fingerprint)

@@ -50,7 +50,7 @@ def spread(features: Features) -> dict[str, float]:
     """Both of the readable and finite features: {"rankme", "feature_std", "images": how many these are, "dimensions":
     D}.
     """
-    usable = features.values[features.readable & np.isfinite(features.values).all(1)]
+    usable = features.values[features.usable]
     return {
         "rankme": rankme(usable),
         "feature_std": feature_std(usable),

@@ -7,9 +7,8 @@ images, K classes.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
-from itertools import islice
+from itertools import count, islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,20 +16,32 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from pipeline.base import random_numbers
+from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
+from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.loading.augment import resize, resize_method
 from pipeline.evaluate.intervals import freedom_of_groups, quantile
 from pipeline.evaluate.loaded_model import LoadedModel
 from pipeline.evaluate.patches import between_centres, between_patches
-from pipeline.evaluate.segmentation.pairs import NO_CLASS, MaskClasses, MaskedPairs, in_order, pair_reader
+from pipeline.evaluate.segmentation.pairs import (
+    NO_CLASS,
+    MaskClasses,
+    MaskedPairs,
+    in_order,
+    pair_reader,
+    refuse_unreadable,
+)
 from pipeline.model import ViTConfig
 from pipeline.objectives.parameters.optimizers import learning_rate
+from pipeline.process.waits import Work
 from pipeline.settings.commands.segment import SegmentConfig
 from pipeline.settings.run import AugmentConfig, ScheduleConfig
 
 _ORDER, _CROP = Purpose.named("segmentation order"), Purpose.named("segmentation crop")
 # As in DINOv3: weight decay of AdamW, share of warm-up steps, and the short side of an image over short_side.
 _WEIGHT_DECAY, _WARMUP, SCALES = 1e-3, 0.0375, (0.5, 2.0)
+# Steps after which the loss is read from the device.
+_STEPS_BETWEEN_LOOKS = 20
 # Batches that are read ahead.
 _AHEAD = 2
 # Windows begin at multiples of this share of their side: 341 of 512 pixels in DINOv3
@@ -69,66 +80,78 @@ def enlarged(logits: Tensor, config: ViTConfig) -> Tensor:
     Where patches tile the image this is `interpolate(mode="bilinear", align_corners=False)`; as products of matrices
     its gradient is deterministic on a GPU, too, and it knows of patches that leave pixels unseen.
     """
-    size = config.image_size
-    rows, columns = (of_side.to(logits) for of_side in between_patches(config.grid, config.patch_pixels, size, size))
+    rows, columns = (of_side.to(logits) for of_side in between_patches(config, config.image_size))
     return rows @ logits @ columns.T
 
 
 def train(
-    head: nn.Module, loaded: LoadedModel, crops: Iterator[tuple[Tensor, Tensor]], config: SegmentConfig
-) -> Iterator[Tensor]:
-    """Train on the crops of all steps. Yields after each the cross-entropy, a mean over the pixels with a class and
-    over some 50 steps.
+    head: nn.Module,
+    loaded: LoadedModel,
+    pairs: MaskedPairs,
+    classes: MaskClasses,
+    config: SegmentConfig,
+    budget: BadBudget,
+) -> dict[int, str]:
+    """Train on the crops of all steps, with a progress bar. Returns number of a pair -> why it cannot be read.
+
+    The loss is the cross-entropy, a mean over the pixels with a class; shown is its mean over some 50 steps. Raises
+    UserError for too many unreadable pairs, and for a loss that is not finite.
     """
     head.train()
     optimizer = torch.optim.AdamW(head.parameters(), lr=config.lr, weight_decay=_WEIGHT_DECAY)
     schedule, warmup = ScheduleConfig(decay="cosine"), round(_WARMUP * config.steps)
-    mean = torch.zeros((), device=loaded.device)
-    for step, (images, of_pixels) in enumerate(crops):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(schedule, config.lr, step, config.steps, warmup)
-        classes = of_pixels.to(loaded.device).long().flatten()
-        logits = logits_of(loaded, head, images)
-        # As a matrix, because the kernel for images is not deterministic on a GPU.
-        total = cross_entropy(logits.movedim(1, -1).flatten(0, 2), classes, ignore_index=NO_CLASS, reduction="sum")
-        loss = total / (classes != NO_CLASS).sum().clamp(min=1)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        mean = loss.detach() if step == 0 else 0.98 * mean + 0.02 * loss.detach()
-        yield mean
+    mean, problems = torch.zeros((), device=loaded.device), dict[int, str]()
+    crops = batches(pairs, classes, config, loaded, problems)
+    with Work("training the layer", config.steps, "step") as work:
+        for step, (images, of_pixels) in enumerate(crops, start=1):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(schedule, config.lr, step - 1, config.steps, warmup)
+            true = of_pixels.to(loaded.device).long().flatten()
+            logits = logits_of(loaded, head, images)
+            # As a matrix, because the kernel for images is not deterministic on a GPU.
+            total = cross_entropy(logits.movedim(1, -1).flatten(0, 2), true, ignore_index=NO_CLASS, reduction="sum")
+            loss = total / (true != NO_CLASS).sum().clamp(min=1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            mean = loss.detach() if step == 1 else 0.98 * mean + 0.02 * loss.detach()
+            refuse_unreadable(problems, pairs.images, budget)
+            work.advance()
+            if step % _STEPS_BETWEEN_LOOKS and step < config.steps:
+                continue
+            if not mean.isfinite():
+                raise UserError(f"step {step:,}: the loss is not finite. Lower lr, or use precision=fp32.")
+            work.note = f"loss {float(mean):.3f}"
+    return problems
 
 
 def batches(
-    pairs: MaskedPairs,
-    classes: MaskClasses,
-    config: SegmentConfig,
-    view: AugmentConfig,
-    side: int,
-    problems: dict[int, str],
+    pairs: MaskedPairs, classes: MaskClasses, config: SegmentConfig, loaded: LoadedModel, problems: dict[int, str]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the crops of all steps: images (B, S, S, C) of the type of a batch, and their classes, int16 (B, S, S),
     NO_CLASS where there is none. Each is a function of (seed, epoch, pair) alone.
 
     problems: number of a pair -> why it cannot be read, filled while reading; its crop has no class.
     """
-    low, high = (np.array(limits) for limits in pairs.model.batch_range())
-    outside = ((low + high) / 2).astype(pairs.model.batch_type)
-    order = cache(lambda epoch: random_numbers.permutation(len(pairs), config.seed, _ORDER, epoch).tolist())
-    read = pair_reader(pairs, classes)
+    side = min(loaded.image_size)
+    low, high = map(np.array, loaded.pixels.batch_range())
+    outside = ((low + high) / 2).astype(loaded.pixels.batch_type)
+    order = (
+        (epoch, number)
+        for epoch in count()
+        for number in random_numbers.permutation(len(pairs), config.seed, _ORDER, epoch).tolist()
+    )
+    read = pair_reader(pairs, classes, loaded.pixels)
 
-    def number_of(position: int) -> int:
-        return order(position // len(pairs))[position % len(pairs)]
-
-    def crop(position: int) -> tuple[np.ndarray, np.ndarray]:
-        number = number_of(position)
-        draw = random_numbers.draws(config.seed, _CROP, position // len(pairs), number)
-        return random_crop(*read(number), outside, config, view, side, draw)
+    def crop(place: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+        epoch, number = place
+        draw = random_numbers.draws(config.seed, _CROP, epoch, number)
+        return random_crop(*read(number), outside, config, loaded.view, side, draw)
 
     batch = config.train_batch
-    found = in_order(crop, range(config.steps * batch), config.threads, _AHEAD * batch)
+    found = in_order(crop, islice(order, config.steps * batch), config.threads, _AHEAD * batch)
     while part := list(islice(found, batch)):
-        problems |= {number_of(position): why for position, why in part if isinstance(why, str)}
+        problems |= {number: why for (_, number), why in part if isinstance(why, str)}
         empty = np.tile(outside, (side, side, 1)), np.full((side, side), NO_CLASS, np.int16)
         crops = (empty if isinstance(one, str) else one for _, one in part)
         images, of_pixels = (torch.from_numpy(np.stack(parts)) for parts in zip(*crops, strict=True))
@@ -151,13 +174,15 @@ def random_crop(
     before the square, pixels are `outside`, (C,), and have no class. draw: uniform numbers of this crop.
     """
     scale = SCALES[0] + draw(0) * (SCALES[1] - SCALES[0])
-    height, width = scaled(classes.shape[0], classes.shape[1], max(1, int((config.short_side or side) * scale)))
-    image = resize(image, (width, height), resize_method(image, (height, width), view))
+    image = resized(image, max(1, int((config.short_side or side) * scale)), view)
+    height, width = image.shape[:2]
     top, left = (int(draw(1 + axis) * (max(long - side, 0) + 1)) for axis, long in enumerate((height, width)))
     image = image[top : top + side, left : left + side]
     # The class of the pixel at the centre of each new one.
-    rows = ((np.arange(top, top + len(image)) + 0.5) * classes.shape[0] / height).astype(np.int64)
-    columns = ((np.arange(left, left + image.shape[1]) + 0.5) * classes.shape[1] / width).astype(np.int64)
+    rows, columns = (
+        ((np.arange(first, first + few) + 0.5) * long / side_of_all).astype(np.int64)
+        for first, few, long, side_of_all in zip((top, left), image.shape, classes.shape, (height, width), strict=False)
+    )
     out, out_classes = np.tile(outside, (side, side, 1)), np.full((side, side), NO_CLASS, np.int16)
     out[: len(rows), : len(columns)] = image
     out_classes[: len(rows), : len(columns)] = classes[rows[:, None], columns]
@@ -166,11 +191,11 @@ def random_crop(
     return out, out_classes
 
 
-def scaled(height: int, width: int, short: int) -> tuple[int, int]:
-    """(height, width) of an image of this size when its short side becomes `short`."""
-    if height > width:
-        return int(short * height / width + 0.5), short
-    return short, int(short * width / height + 0.5)
+def resized(image: np.ndarray, short: int, view: AugmentConfig) -> np.ndarray:
+    """(H, W, C) -> the image whose short side is `short`."""
+    sides = image.shape[:2]
+    height, width = (int(short * side / min(sides) + 0.5) for side in sides)
+    return resize(image, (width, height), resize_method(image, (height, width), view))
 
 
 @torch.no_grad()
@@ -180,10 +205,9 @@ def segment(image: np.ndarray, loaded: LoadedModel, head: nn.Module, config: Seg
     The image is resized to a short side of short_side, or S; logits are means over the windows of S x S pixels that
     cover a place, then interpolated to H x W.
     """
-    side = min(loaded.image_size)
-    size = image.shape[0], image.shape[1]
-    height, width = scaled(*size, config.short_side or side)
-    image = resize(image, (width, height), resize_method(image, (height, width), loaded.view))
+    side, size = min(loaded.image_size), (image.shape[0], image.shape[1])
+    image = resized(image, config.short_side or side, loaded.view)
+    height, width = image.shape[:2]
     places = [(top, left) for top in _starts(height, side) for left in _starts(width, side)]
     total, covered = torch.zeros(()), torch.zeros(height, width, device=loaded.device)
     for first in range(0, len(places), config.batch):
@@ -217,7 +241,7 @@ def _largest(logits: Tensor, size: tuple[int, int]) -> Tensor:
     return torch.cat([(part @ logits @ columns.T).argmax(0) for part in rows.split(step)])
 
 
-def count(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> np.ndarray:
+def count_pixels(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> np.ndarray:
     """int64 (3, K): of the pixels that have a class, those of each class that are right, predicted as it, and truly of
     it.
     """
@@ -226,21 +250,11 @@ def count(true: np.ndarray, predicted: np.ndarray, num_classes: int) -> np.ndarr
     return np.stack([np.bincount(classes, minlength=num_classes) for classes in parts])
 
 
-@dataclass(frozen=True)
-class SegmentationScore:
-    """The mIoU in [0, 1], and its 95 % interval over images, or over groups of them; NaN for one. num_groups: None
-    without groups.
-    """
+def score(counts: np.ndarray, groups: np.ndarray) -> dict[str, Any]:
+    """miou, of images together, in [0, 1]; interval, its 95 % interval over images, or over groups of them, NaN for
+    one; num_groups, None without groups.
 
-    miou: float
-    low: float
-    high: float
-    num_groups: int | None
-
-
-def score(counts: np.ndarray, groups: np.ndarray) -> SegmentationScore:
-    """The score of images together. counts: (n, 3, K) of `count`. groups: (n,), the group of each, such as a video;
-    empty without.
+    counts: (n, 3, K) of `count_pixels`. groups: (n,), the group of each, such as a video; empty without.
 
     The interval is of 1,000 resamples: it holds for other images like these, not for another training. Over images it
     is the resamples' percentiles. Groups are often few, of which percentiles say too much: Student's t on their
@@ -250,8 +264,8 @@ def score(counts: np.ndarray, groups: np.ndarray) -> SegmentationScore:
     # Products of float64 are many times faster than of int64, and exact below 2**53 pixels.
     units, num_groups = counts.astype(np.float64), None
     if len(groups):
-        numbers = np.unique(groups, return_inverse=True)[1]
-        num_groups = int(numbers.max()) + 1
+        names, numbers = np.unique(groups, return_inverse=True)
+        num_groups = len(names)
         units = np.zeros((num_groups, *counts.shape[1:]))
         np.add.at(units, numbers, counts)
     low = high = np.nan
@@ -262,7 +276,7 @@ def score(counts: np.ndarray, groups: np.ndarray) -> SegmentationScore:
             half = quantile(freedom_of_groups(units[:, 2].sum(1))) * float(np.std(resampled))
             half *= (num_groups / (num_groups - 1)) ** 0.5
             low, high = max(0.0, value - half), min(1.0, value + half)
-    return SegmentationScore(value, low, high, num_groups)
+    return {"miou": value, "interval": [low, high], "num_groups": num_groups}
 
 
 def miou(counts: np.ndarray) -> np.ndarray:

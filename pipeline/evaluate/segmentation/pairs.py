@@ -30,9 +30,11 @@ from pipeline.data.loading.decode import DecodeError, decode, is_image, with_pil
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.values import model_values
 from pipeline.evaluate.adhoc_split import AdhocSplit, is_dataset, open_adhoc_split
+from pipeline.evaluate.loaded_model import refuse_none_readable
 from pipeline.process.waits import worked
 from pipeline.settings.commands.segment import SegmentConfig
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 # Pixels without a class, in arrays of class numbers.
 NO_CLASS = -1
@@ -90,7 +92,7 @@ class MaskClasses:
     def colours(self) -> np.ndarray:
         """uint8 (K, 3): those of the masks, or some that differ where the masks have numbers."""
         if self.values[0] >= _COLOUR:
-            return np.stack([self.values >> 16 & 255, self.values >> 8 & 255, self.values & 255], 1).astype(np.uint8)
+            return (self.values[:, None] >> [16, 8, 0] & 255).astype(np.uint8)
         # Hues at steps of the golden ratio: neighbours differ, whatever their number.
         places = np.arange(len(self.values))
         hsv = np.stack([places * 0.618034 % 1, 0.85 - 0.3 * (places % 3 == 1), 0.95 - 0.3 * (places % 3 == 2)], 1)
@@ -148,36 +150,32 @@ def parse_value(text: str) -> int:
 
 @dataclass(frozen=True)
 class MaskedPairs:
-    """n images and their masks. rows, mask_rows: int64 (n,), rows of `images` and of `masks`. names: n, without folder
-    of the place and suffix.
+    """n images and their masks. images: of `open_named`, these alone. mask_rows: int64 (n,), rows of `masks`. names: n,
+    without folder of the place and suffix.
 
-    groups: n, names of their groups, such as videos; empty without. pixels: how the model reads the images. model: what
-    it reads.
-    fingerprint: of their data set, else "".
+    groups: n, names of their groups, such as videos; empty without. fingerprint: of their data set, else "".
     """
 
     images: Split
     masks: Split
-    rows: np.ndarray
     mask_rows: np.ndarray
     names: list[str]
     groups: list[str]
-    pixels: Pixels
-    model: Pixels
     fingerprint: str
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.names)
 
     def places(self) -> set[tuple[str, int]]:
         """(file, offset) of each image: the same in another selection of the same files."""
         paths = [os.path.realpath(path) for path in self.images.shard_paths]
-        return {(paths[self.images.shard_of(row)], self.images.place_of(row)[0]) for row in self.rows.tolist()}
+        return {(paths[self.images.shard_of(row)], self.images.place_of(row)[0]) for row in range(len(self))}
 
     def only(self, chosen: np.ndarray) -> "MaskedPairs":
-        """Those with these numbers, int64."""
+        """Those with these numbers, int64, ascending."""
         names, groups = ([of[number] for number in chosen.tolist() if of] for of in (self.names, self.groups))
-        return replace(self, rows=self.rows[chosen], mask_rows=self.mask_rows[chosen], names=names, groups=groups)
+        images, mask_rows = self.images.only(chosen), self.mask_rows[chosen]
+        return replace(self, images=images, mask_rows=mask_rows, names=names, groups=groups)
 
 
 def open_pairs(config: SegmentConfig, model: Pixels) -> tuple[MaskedPairs, MaskedPairs]:
@@ -210,12 +208,11 @@ def open_pairs(config: SegmentConfig, model: Pixels) -> tuple[MaskedPairs, Maske
 def _paired(config: SegmentConfig, model: Pixels, split: str, *settings: str) -> MaskedPairs:
     """settings: attributes that have the places of the images and of the masks."""
     images, masks = (f"{config.setting_of(name)} = {', '.join(getattr(config, name))}" for name in settings)
-    opened, of_images = open_named(config, settings[0], split, config.exclude, config.image_suffix, model)
-    opened_masks, of_masks = open_named(config, settings[1], split, "none", config.mask_suffix)
-    pixels = model.reading(opened.split.pixels, config.weights, images)
+    opened, of_images = open_named(config, settings[0], split, config.image_suffix, model)
+    opened_masks, of_masks = open_named(config, settings[1], split, config.mask_suffix)
     found = [name for name in of_images if name in of_masks]
     if not found:
-        firsts = [keys[0] for split in (opened.split, opened_masks.split) if (keys := split.keys(range(1)))]
+        firsts = [each.split.keys([0])[0] for each in (opened, opened_masks)]
         raise UserError(
             f"{images} and {masks} have no name in common: the first are {' and '.join(firsts)}. An image and its mask"
             " have the same path below their folders, except for the suffix; for endings of names set image_suffix and"
@@ -230,30 +227,34 @@ def _paired(config: SegmentConfig, model: Pixels, split: str, *settings: str) ->
         groups = group_finder(config.group_pattern)(found)
     elif (of_all := opened.split.group_names) is not None:
         groups = of_all[rows].tolist()
-    return MaskedPairs(
-        opened.split, opened_masks.split, rows, mask_rows, found, groups, pixels, model, opened.fingerprint
-    )
+    return MaskedPairs(opened.split.only(rows), opened_masks.split, mask_rows, found, groups, opened.fingerprint)
 
 
 def open_named(
-    config: SegmentConfig, name: str, split: str, exclude: str, ending: str = "", model: Pixels | None = None
+    config: SegmentConfig, name: str, split: str, ending: str = "", model: Pixels | None = None
 ) -> tuple[AdhocSplit, dict[str, int]]:
     """Open the places that an attribute of the settings has. Returns them, and name -> row of those whose names have
     this ending: the path below their place, without suffix and ending.
 
-    model: what the weights read; None for masks. Prints what is left out. Raises UserError for names that are not
-    unique.
+    model: what the weights read; None for masks. The split's pixels are how they read it. Prints what is left out.
+    Raises UserError for names that are not unique, and for images that the model cannot read.
     """
     places, setting = getattr(config, name), config.setting_of(name)
+    where = f"{setting} = {', '.join(places)}"
+    exclude = config.exclude if model else "none"
     opened = open_adhoc_split(places, split, exclude, [], setting, model or RGB8)
-    for note in opened.split.notes() + (model.filled_notes(opened.split.pixels, setting) if model else []):
+    pixels, notes = opened.split.pixels, opened.split.notes()
+    if model:
+        notes += model.filled_notes(pixels, setting)
+        opened = replace(opened, split=replace(opened.split, pixels=model.reading(pixels, config.weights, where)))
+    for note in notes:
         print(note)
     found: dict[str, int] = {}
     for row, key in enumerate(opened.split.keys(np.arange(len(opened.split)))):
         path = PurePosixPath(key if opened.fingerprint else _below(key, places))
         stem = str(path.with_suffix("") if is_image(key) else path)
         if stem.endswith(ending) and found.setdefault(stem.removesuffix(ending), row) != row:
-            raise UserError(f"{setting} = {', '.join(places)}: several files are named {stem!r}. Rename or remove one.")
+            raise UserError(f"{where}: several files are named {stem!r}. Rename or remove one.")
     return opened, found
 
 
@@ -263,8 +264,10 @@ def _below(key: str, places: Sequence[str]) -> str:
     return min(below, key=len, default=Path(key).name)
 
 
-def pair_reader(pairs: MaskedPairs, classes: MaskClasses) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
-    """Returns the thread-safe function number of a pair -> (image (H, W, C) of the type of a batch, numbers of classes
+def pair_reader(
+    pairs: MaskedPairs, classes: MaskClasses, model: Pixels
+) -> Callable[[int], tuple[np.ndarray, np.ndarray]]:
+    """Returns the thread-safe function number of a pair -> (image (H, W, C) as the model reads it, numbers of classes
     int16 (H, W)).
 
     It raises DecodeError for a pair that cannot be used, and as `ShardReader.read`.
@@ -272,7 +275,7 @@ def pair_reader(pairs: MaskedPairs, classes: MaskClasses) -> Callable[[int], tup
     images, masks = ShardReader(pairs.images), ShardReader(pairs.masks)
 
     def read(number: int) -> tuple[np.ndarray, np.ndarray]:
-        image = decode_whole(images.read(int(pairs.rows[number])), pairs.pixels, pairs.model)
+        image = decode_whole(images.read(number), pairs.images.pixels, model)
         mask, size = decode_mask(masks.read(int(pairs.mask_rows[number]))), image.shape[:2]
         if mask.shape != size:
             raise DecodeError(f"{size[1]} x {size[0]} pixels, its mask {mask.shape[1]} x {mask.shape[0]}")
@@ -294,31 +297,37 @@ def decode_whole(data: bytes, pixels: Pixels, model: Pixels) -> np.ndarray:
 
 
 def in_order(
-    work: Callable[[int], Result], items: Iterable[int], threads: int, ahead: int = 0
-) -> Iterator[tuple[int, Result | str]]:
+    work: Callable[[Item], Result], items: Iterable[Item], threads: int, ahead: int = 0
+) -> Iterator[tuple[Item, Result | str]]:
     """Yield (item, work(item)), or (item, why its image or mask cannot be read), in the order of the items.
 
     `threads` threads work on the next `ahead` items, by default twice as many, meanwhile. Raises StorageError.
     """
 
-    def result_or_reason(item: int) -> Result | str:
+    def result_or_reason(item: Item) -> tuple[Item, Result | str]:
         try:
-            return work(item)
+            return item, work(item)
         except (DecodeError, OSError) as error:
-            return str(error)
+            return item, str(error)
 
     with ThreadPoolExecutor(threads) as pool:
-        waiting: deque[tuple[int, Future[Result | str]]] = deque()
+        waiting: deque[Future[tuple[Item, Result | str]]] = deque()
         try:
             for item in items:
-                waiting.append((item, pool.submit(result_or_reason, item)))
+                waiting.append(pool.submit(result_or_reason, item))
                 if len(waiting) > (ahead or 2 * threads):
-                    first, future = waiting.popleft()
-                    yield first, future.result()
-            for item, future in waiting:
-                yield item, future.result()
+                    yield waiting.popleft().result()
+            for future in waiting:
+                yield future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def refuse_unreadable(problems: dict[int, str], images: Split, budget: BadBudget) -> None:
+    """Raise UserError for too many unreadable images, row -> reason, and if none can be read."""
+    if excess := budget.excess(problems, images, len(images)):
+        raise UserError(excess)
+    refuse_none_readable(f"split {images.name!r}", problems, images, len(images))
 
 
 def scan(config: SegmentConfig, budget: BadBudget, *of: MaskedPairs) -> MaskClasses:
@@ -340,7 +349,7 @@ def scan(config: SegmentConfig, budget: BadBudget, *of: MaskedPairs) -> MaskClas
             if isinstance(found, str):
                 problems[row] = found
             else:
-                of_pairs |= set(found)
+                of_pairs.update(found)
             # Photographs have more values than masks: `find_classes` says so.
             if len(of_pairs) > 2**16 or len(problems) > budget.allowed(len(pairs)):
                 break

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from pipeline.base.errors import UserError
 from pipeline.monitor.mlflow.connection import connect, found_by, one_line, sqlite_file
 from pipeline.monitor.mlflow.exporter import WEIGHTS
-from pipeline.monitor.run_page import hide_passwords
+from pipeline.monitor.origin import find_origin
+from pipeline.monitor.run_page import WeightsOrigin, hide_passwords
 from pipeline.monitor.tracking import default_uri
 from pipeline.process.committed import read_checksums
 
@@ -83,6 +84,17 @@ def _model_id(client: Any, uri: str) -> str:
             found, key=lambda model: ("best" in model.tags.get("roles", ""), int(model.params.get("step", 0)))
         ).model_id
     return name
+
+
+def find_weights(config: C) -> tuple[C, C, WeightsOrigin | None]:
+    """(the settings of a command that reports to `config.mlflow`, with the path of their weights; the same with the
+    file, which is found once, because a run in training changes its `latest`; what that is, unless MLflow is off).
+    """
+    from pipeline.model.files import find_file  # Late: imports torch.
+
+    config = with_local_weights(config)
+    file = find_file(Path(config.weights))
+    return config, replace(config, weights=str(file)), find_origin(file, config.weights) if config.mlflow else None
 
 
 def with_local_weights(config: C) -> C:

@@ -171,6 +171,11 @@ class GivenConfig(Settings):
         """Where the images are: the places of source, or the data set."""
         return [self.data] if self.data else self.source
 
+    @property
+    def places(self) -> str:
+        """`images` in words."""
+        return ", ".join(self.images)
+
     def setting_of(self, name: str) -> str:
         """The setting that gives the places which the attribute `name` has."""
         return name if name != "images" else "data" if self.data else "source"

@@ -69,12 +69,13 @@ def test_pixels_of_a_crop_have_their_classes(
     assert len(seen) > 5 if scale >= 1 else len(seen) == 2, "of a small image only the mirrored one differs"
 
 
-def test_crops_depend_on_the_seed_and_the_step_alone(write_pairs: Write) -> None:
+def test_crops_depend_on_the_seed_and_the_step_alone(write_pairs: Write, weights: Path) -> None:
+    loaded = load_model(settings("i", "m", f"weights={weights}"))
     train, _ = open_pairs(settings(*write_pairs(7), "val_share=0.2"), RGB8)
     classes = scan(settings(), BadBudget(0.001), train)
 
     def drawn(*more: str) -> list[tuple[bytes, bytes]]:
-        found = linear.batches(train, classes, settings("i", "m", *more), VIEW, 16, {})
+        found = linear.batches(train, classes, settings("i", "m", *more), loaded, {})
         return [(images.numpy().tobytes(), of_pixels.numpy().tobytes()) for images, of_pixels in found]
 
     whole = drawn("steps=6", "threads=3")

@@ -92,7 +92,7 @@ def test_a_pair_is_read_with_its_classes(write_pairs: Write, capsys: pytest.Capt
     train, _ = open_pairs(config, RGB8)
     classes = scan(config, BadBudget(0.5), train)
     assert classes.names == ["0", "1", "2"]
-    read = pair_reader(train, classes)
+    read = pair_reader(train, classes, RGB8)
     whole = [read(train.names.index(f"part.{i % 2}/{i}")) for i in range(2, 6)]
     for name, why in (("part.0/0", "32 x 24 pixels, its mask 5 x 24"), ("part.1/1", "UnidentifiedImageError")):
         with pytest.raises(DecodeError, match=why):

@@ -120,7 +120,7 @@ def test_masks_are_not_written_over_masks_that_are_read(write_pairs: Write, tmp_
     images, masks = write_pairs(3)
     others, _ = write_pairs(2, "others")
     given = settings(images, masks, f"apply={others}")
-    assert list(run.open_others(given, tmp_path / "out", RGB8)[2]) == ["part.0/0", "part.1/1"]
+    assert list(run.open_others(given, tmp_path / "out", RGB8)[1]) == ["part.0/0", "part.1/1"]
     for folder in (masks, masks.parent, others, images):
         with pytest.raises(UserError, match=rf"apply writes masks into {folder}, where .* is read. Set another out"):
             run.open_others(given, folder, RGB8)
