@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import cv2
 import numpy as np
@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from data_tools.dedup.near_copies import SIDE, is_plain, thumbnail
 from data_tools.driver import remove_leftovers
-from data_tools.sources.reader import lost_if_unreadable, read_thumbnail
+from data_tools.sources.reader import Reader, lost_if_unreadable, read_at, read_thumbnail
 from data_tools.tasks import refuse_unseen, tasks_on_cluster
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import npz
@@ -59,6 +59,11 @@ class ThumbnailJob:
     sizes: np.ndarray
     hashes: np.ndarray
     pixels: Pixels = RGB8
+
+    @property
+    def name(self) -> str:
+        """Of the shard and its thumbnails, as part of a choice of images."""
+        return f"{self.tar} {to_path(self.out).name}"
 
     @property
     def amount(self) -> tuple[int, int]:
@@ -106,7 +111,9 @@ def make_thumbnails(job: ThumbnailJob) -> None:
     refuse_unseen(to_path(job.tar))
     with lost_if_unreadable(job.tar), fetched(to_path(job.tar)) as file:
         for i, (offset, size) in enumerate(zip(job.offsets.tolist(), job.sizes.tolist(), strict=True)):
-            data = _read(file, job.tar, offset, size)
+            data = read_at(file, offset, size)
+            if len(data) != size:
+                raise UserError(f"{job.tar} ends before byte {offset + size}. Copy it again, or shard again.")
             digest = content_hash(data)
             hashes[i] = np.frombuffer(digest, np.uint8)
             if job.hashes[i].tobytes() not in (digest, _NO_HASH):
@@ -130,18 +137,10 @@ def read_image(tar: str, offset: int, size: int, pixels: Pixels) -> np.ndarray:
     """
     refuse_unseen(to_path(tar))
     try:
-        with lost_if_unreadable(tar), to_path(tar).open("rb", buffering=0) as file:
-            return picture(_read(file, tar, offset, size), pixels)
-    except DecodeError as error:
+        with Reader() as reader:
+            return picture(reader.read(tar, offset, size, packed=0), pixels)
+    except ValueError as error:
         raise UserError(f"{tar} was changed while its images were compared: {error}. Shard again.") from None
-
-
-def _read(file: BinaryIO, tar: str, offset: int, size: int) -> bytes:
-    file.seek(offset)
-    data = file.read(size)
-    if len(data) != size:
-        raise UserError(f"{tar} ends before byte {offset + size}. Copy it again, or shard again.")
-    return data
 
 
 def read_arrays(path: str, *names: str) -> dict[str, np.ndarray]:
@@ -176,6 +175,13 @@ class ComparedSplit:
         job = self.jobs[bisect_right(self.jobs, row, key=lambda job: job.first_row) - 1]
         at = row - job.first_row
         return read_thumbnail(job.tar, int(job.offsets[at]), int(job.sizes[at]), side, job.pixels)
+
+
+def located(counts: Iterable[int], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(number of the part, row in it) of rows that are counted over all parts. counts: of rows, of each part."""
+    starts = np.cumsum([0, *counts])
+    of_part = np.searchsorted(starts, rows, side="right") - 1
+    return of_part, rows - starts[of_part]
 
 
 def compared_split(dataset: Dataset, split: str, folder: AnyPath) -> ComparedSplit:
