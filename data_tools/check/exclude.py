@@ -28,9 +28,8 @@ def run(config: ExcludeConfig) -> int:
         of_splits[line["split"]].append(line)
     found = [row for split, lines in of_splits.items() for row in _rows(dataset, config.samples, split, lines)]
     lists = read_lists(dataset, config.name if config.name in paths_of_lists(dataset) else "none").values()
-    together = pa.concat_tables([*lists, pa.Table.from_pylist(found, EXCLUDED)])
-    table = together.group_by(["split", "row"], use_threads=False).aggregate([("key", "first"), ("reason", "first")])
-    path = write_list(dataset, config.name, table.rename_columns(EXCLUDED.names))
+    path = write_list(dataset, config.name, pa.concat_tables([*lists, pa.Table.from_pylist(found, EXCLUDED)]))
+    table = read_lists(dataset, config.name)[config.name]
     added = len(table) - sum(map(len, lists))
     counts = sorted(Counter(table["split"].to_pylist()).items())
     excluded = ", ".join(f"{count:,} of {split}" for split, count in counts)

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from data_tools.check.contact_sheet import draw_sheet
 from data_tools.check.count import SplitCounts, count
-from data_tools.check.histograms import draw_histograms
+from data_tools.check.figures import draw_histograms, draw_sheet
 from data_tools.sharding.copies import copy_notes, exact_copies
 from data_tools.sharding.values import measure_values
 from pipeline.base.errors import UserError
@@ -100,13 +99,11 @@ def _send(config: StatsConfig, stats: dict[str, Any], out: Path, names: Sequence
 
 def _summary(counts: SplitCounts) -> dict[str, Any]:
     return {
-        "samples": len(counts.size),
-        "bytes": int(counts.size.sum()),
+        "samples": int(counts.labels.sum()),
+        "bytes": int(counts.values["bytes_per_image"].sum()),
         "images_of_a_class": {"none": int((counts.classes == 0).sum()), **_quantiles(counts.classes)},
         "labels_per_sample": {str(n): int(c) for n, c in enumerate(counts.labels) if c},
-        "short_side": _quantiles(counts.short),
-        "aspect_ratio": _quantiles(counts.aspect),
-        "bytes_per_image": _quantiles(counts.size),
+        **{name: _quantiles(of) for name, of in counts.values.items()},
         "formats": dict(counts.formats.most_common()),
         "targets": {
             name: {"missing": int(np.isnan(of).sum()), **_quantiles(of[np.isfinite(of)])}
