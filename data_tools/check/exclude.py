@@ -51,7 +51,7 @@ def _read(path: str) -> list[dict[str, str]]:
 
 def _rows(dataset: Dataset, path: str, split: str, lines: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
     """The lines as rows of a list (EXCLUDED). Raises UserError for a sample that the split does not have."""
-    every = pa.concat_tables(dataset.table(split).read(["key"]))["key"]
+    every = dataset.table(split).read_all(["key"])["key"]
     wanted = pa.array([line["key"] for line in lines], pa.string())
     places = defaultdict(list)
     for row in np.flatnonzero(pc.is_in(every, wanted)).tolist():

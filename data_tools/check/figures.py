@@ -8,7 +8,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator, PercentFormatter
 
-from data_tools.check.count import SplitCounts
 from data_tools.sources.reader import read_thumbnail
 from pipeline.base import random_numbers
 from pipeline.base.gallery import DPI, MAX_IMAGES, Tile, gallery, lines_of
@@ -21,7 +20,8 @@ from pipeline.data.storage.parquet import open_parquet
 _BINS = 60
 # Quantiles shown in each histogram, so that outliers do not compress the rest.
 _SHOWN = (0.001, 0.999)
-# Of each value of `SplitCounts`: title and unit of its histogram, and the least that is drawn, on a logarithmic axis.
+IMAGES_OF_A_CLASS = "images_of_a_class"
+# Of each number of an image: title and unit of its histogram, and the least that is drawn, on a logarithmic axis.
 _PANELS = {
     "short_side": ("Short side", "pixels", 1),
     "aspect_ratio": ("Aspect ratio", "width / height", 0),
@@ -35,27 +35,29 @@ _GREY = np.full((_SIDE, _SIDE, 3), 225, np.uint8)
 Colours = dict[str, str]
 
 
-def draw_histograms(dataset: Dataset, counts: dict[str, SplitCounts]) -> bytes:
-    """A PNG of panels: classes, sides, aspect ratios, bytes; a colour for each split."""
+def draw_histograms(dataset: Dataset, values: dict[str, dict[str, np.ndarray]]) -> bytes:
+    """A PNG of panels: classes, sides, aspect ratios, bytes; a colour for each split. values: split -> images of each
+    class, (K,), and the numbers of each image, (samples,), by name.
+    """
     figure = Figure(figsize=(10, 8.6), dpi=100, layout="constrained")
     classes, *panels = figure.subplots(2, 2).ravel()
-    colours = {split: _COLOURS[number % len(_COLOURS)] for number, split in enumerate(counts)}
+    colours = {split: _COLOURS[number % len(_COLOURS)] for number, split in enumerate(values)}
     total = sum(dataset.info["samples"].values())
     title = f"{printable(dataset.path.name)}: {counted(total, 'image')} {of_classes(dataset.num_classes)}"
     figure.suptitle(title, fontsize=15, parse_math=False)
-    _classes(classes, counts, colours)
+    _classes(classes, values, colours)
     for axes, (name, (title, unit, least)) in zip(panels, _PANELS.items(), strict=True):
-        _histogram(axes, {split: np.maximum(of.values[name], least) for split, of in counts.items()}, colours)
+        _histogram(axes, {split: np.maximum(of[name], least) for split, of in values.items()}, colours)
         axes.set(title=title, xlabel=unit)
     handles = [classes.plot([], [], "s", color=colour, label=split)[0] for split, colour in colours.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
     return png(figure)
 
 
-def _classes(axes: Axes, counts: dict[str, SplitCounts], colours: Colours) -> None:
+def _classes(axes: Axes, values: dict[str, dict[str, np.ndarray]], colours: Colours) -> None:
     style_axes(axes, "y")
-    for split, of in counts.items():
-        ranked = np.sort(of.classes)[::-1]
+    for split, of in values.items():
+        ranked = np.sort(of[IMAGES_OF_A_CLASS])[::-1]
         axes.stairs(ranked, np.arange(len(ranked) + 1), color=colours[split], linewidth=2)
     axes.set_yscale("symlog", linthresh=1)  # A class may have none.
     axes.set_ylim(bottom=0)

@@ -28,6 +28,7 @@ from data_tools.dedup.thumbnails import (
     read_image,
 )
 from data_tools.dedup.verify_pair import distance, reduced
+from data_tools.sharding.copies import first_halves
 from pipeline.architecture.pixels import Pixels
 from pipeline.base import json_record
 from pipeline.base.files import hidden_folder
@@ -206,9 +207,8 @@ class _StoredImages:
     """The images of a file of `write_images`, in a worker's memory; their pixels are read from their shards."""
 
     def __init__(self, path: str, thumbs: np.ndarray | None = None) -> None:
-        names = [name for name in ARRAYS if name != "thumbs" or thumbs is None]
-        found = read_arrays(path, *names, "tar", "offsets", "sizes", "tars", "pixels")
-        self.thumbs = found["thumbs"] if thumbs is None else thumbs
+        found = read_arrays(path, "states", "hashes", "tar", "offsets", "sizes", "tars", "pixels")
+        self.thumbs = read_arrays(path, "thumbs")["thumbs"] if thumbs is None else thumbs
         self.comparable = np.flatnonzero(found["states"] == FINE)
         self.by_digest = _by_digest(found["hashes"], np.arange(len(self.thumbs)), "test")
         pixels = [json_record.parse(text, Pixels, path) for text in found["pixels"].tolist()]
@@ -245,10 +245,5 @@ def _read_reduced(tar: str, offset: int, size: int, pixels: Pixels) -> np.ndarra
     return reduced(read_image(tar, offset, size, pixels))
 
 
-def digests(hashes: np.ndarray) -> np.ndarray:
-    """The first 8 bytes of each hash, uint64: no chance match is expected in 1e12 pairs. hashes: (n, 16) uint8."""
-    return np.ascontiguousarray(hashes[:, :8]).view(np.uint64)[:, 0]
-
-
 def _by_digest(hashes: np.ndarray, rows: np.ndarray, name: str = "row") -> pa.Table:
-    return pa.table({"digest": digests(hashes), name: rows})
+    return pa.table({"digest": first_halves(hashes), name: rows})

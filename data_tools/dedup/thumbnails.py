@@ -5,14 +5,13 @@ Images of any channels and type are compared as the picture that is shown of the
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import cv2
 import numpy as np
-import pyarrow as pa
 
 from data_tools.dedup.near_copies import SIDE, is_plain, thumbnail
 from data_tools.driver import remove_leftovers
@@ -69,33 +68,6 @@ class ThumbnailJob:
     def amount(self) -> tuple[int, int]:
         """Images and their bytes."""
         return len(self.sizes), int(self.sizes.sum())
-
-
-def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[ThumbnailJob]:
-    """Yields one job per shard of a split. Excluded samples are included."""
-    table = pa.concat_tables(dataset.table(split).read(["offset", "size", "xxh128"]))
-    offsets, sizes = (table[name].to_numpy() for name in ("offset", "size"))
-    hashes = hash_column(table["xxh128"])
-    # Another range is another picture of the same shard.
-    shown = "" if dataset.pixels == RGB8 else f"-{content_hash(repr(dataset.pixels).encode()).hex()[:8]}"
-    first_row = 0
-    for shard in dataset.shards():
-        if shard.split != split:
-            continue
-        end = first_row + shard.samples
-        # A tar that is indexed again may have other rows; a tar of launch/shard.py has the same for good.
-        is_indexed = dataset.info["source"].get("indexed")
-        rows = f"-{content_hash(offsets[first_row:end].tobytes()).hex()[:8]}" if is_indexed else ""
-        yield ThumbnailJob(
-            tar=str(dataset.shard_path(shard.name)),
-            out=str(folder / f"{shard.sha256 or f'{dataset.fingerprint}-{shard.name}'}{rows}{shown}.{_FORMAT}.npz"),
-            first_row=first_row,
-            offsets=offsets[first_row:end],
-            sizes=sizes[first_row:end],
-            hashes=hashes[first_row:end],
-            pixels=dataset.pixels,
-        )
-        first_row = end
 
 
 def make_thumbnails(job: ThumbnailJob) -> None:
@@ -185,11 +157,37 @@ def located(counts: Iterable[int], rows: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def compared_split(dataset: Dataset, split: str, folder: AnyPath) -> ComparedSplit:
-    """folder: of the thumbnails. Raises UserError for a split without images, and values that were not measured."""
+    """A split, with a job for each of its shards. Excluded samples are included. folder: of the thumbnails. Raises
+    UserError for a split without images, and values that were not measured.
+    """
     if not dataset.info["samples"].get(split, 0):
         raise UserError(dataset.without_split(split))
     dataset.refuse_unmeasured()
-    return ComparedSplit(dataset, split, list(jobs(dataset, split, folder)), f"{dataset.path.name}:{split}")
+    table = dataset.table(split).read_all(["offset", "size", "xxh128"])
+    offsets, sizes = (table[name].to_numpy() for name in ("offset", "size"))
+    hashes = hash_column(table["xxh128"])
+    # Another range is another picture of the same shard.
+    shown = "" if dataset.pixels == RGB8 else f"-{content_hash(repr(dataset.pixels).encode()).hex()[:8]}"
+    first_row, jobs = 0, []
+    for shard in dataset.shards():
+        if shard.split != split:
+            continue
+        end = first_row + shard.samples
+        # A tar that is indexed again may have other rows; a tar of launch/shard.py has the same for good.
+        is_indexed = dataset.info["source"].get("indexed")
+        rows = f"-{content_hash(offsets[first_row:end].tobytes()).hex()[:8]}" if is_indexed else ""
+        job = ThumbnailJob(
+            tar=str(dataset.shard_path(shard.name)),
+            out=str(folder / f"{shard.sha256 or f'{dataset.fingerprint}-{shard.name}'}{rows}{shown}.{_FORMAT}.npz"),
+            first_row=first_row,
+            offsets=offsets[first_row:end],
+            sizes=sizes[first_row:end],
+            hashes=hashes[first_row:end],
+            pixels=dataset.pixels,
+        )
+        jobs.append(job)
+        first_row = end
+    return ComparedSplit(dataset, split, jobs, f"{dataset.path.name}:{split}")
 
 
 def read_images(parts: Sequence[ComparedSplit], config: DedupConfig) -> list[np.ndarray]:

@@ -14,10 +14,9 @@ import hashlib
 from collections.abc import Iterator
 
 import numpy as np
-import pyarrow as pa
 
 from data_tools.dedup import search_shard
-from data_tools.dedup.search_shard import ImagesJob, Pairs, SearchJob, digests, read_pairs, write_images
+from data_tools.dedup.search_shard import ImagesJob, Pairs, SearchJob, read_pairs, write_images
 from data_tools.dedup.thumbnails import (
     FINE,
     PLAIN,
@@ -26,6 +25,7 @@ from data_tools.dedup.thumbnails import (
     run_tasks,
     unfinished,
 )
+from data_tools.sharding.copies import first_halves
 from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.settings.commands.data import DedupConfig
@@ -41,13 +41,13 @@ def search(own: ComparedSplit, states: np.ndarray, elsewhere: np.ndarray, config
     """
     usable = (states == FINE) | (states == PLAIN)
     usable[elsewhere] = False
-    table = pa.concat_tables(own.dataset.table(own.split).read(["width", "height", "size"]))
+    table = own.dataset.table(own.split).read_all(["width", "height", "size"])
     # Pixels of 0 are unknown.
     width, height, size = (table[name].fill_null(0).to_numpy().astype(np.int64) for name in table.column_names)
     order = np.lexsort((-size, -width * height))
     order = order[usable[order]]
     # Equal files first, plain ones too: they need no comparison.
-    of_files = digests(np.concatenate([read_arrays(job.out, "hashes")["hashes"] for job in own.jobs]))
+    of_files = first_halves(np.concatenate([read_arrays(job.out, "hashes")["hashes"] for job in own.jobs]))
     _, first, inverse = np.unique(of_files[order], return_index=True, return_inverse=True)
     file = np.full(len(own), -1)
     file[order] = order[first[inverse]]

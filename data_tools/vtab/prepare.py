@@ -18,7 +18,7 @@ from data_tools.sources.images import png
 from data_tools.sources.listing import Collector, Listing
 from data_tools.vtab.datasets import DATASETS
 from data_tools.vtab.origin import MissingError, find_originals, read_original
-from data_tools.vtab.prove import KEYS_FILE, digest, key_table, prove, read_about
+from data_tools.vtab.prove import KEYS_FILE, digest, key_table, prove
 from data_tools.vtab.readers.files import FileLocation, Pool
 from data_tools.vtab.split import SPLITS, choose, shard_key
 from pipeline.base.errors import UserError
@@ -45,7 +45,7 @@ def run(config: VtabPrepareConfig) -> None:
     for task in tasks:
         try:
             out = shard.resolve("out", config.out) / task.name
-            about = read_about(open_dataset(out)) if (out / INFO).exists() else None
+            about = open_dataset(out).info["source"].get("vtab") if (out / INFO).exists() else None
             folder = find_originals(task, config)
             print(f"{task.title} ({task.name}):", flush=True)
             settings = ShardConfig(

@@ -31,7 +31,7 @@ from pipeline.settings.commands.data import VtabPrepareConfig
 
 KEYS_FILE = "keys.parquet"
 # pool: a split of tensorflow_datasets. key: as hashed there (the key in shards is `split.shard_key` of it).
-KEYS = pa.schema([("pool", pa.string()), ("key", pa.string()), ("label", pa.int32())])
+KEYS = pa.schema([("pool", "string"), ("key", "string"), ("label", "int32")])
 
 
 def key_table(pools: Mapping[str, Pool]) -> pa.Table:
@@ -62,11 +62,6 @@ def digest(table: pa.Table) -> str:
     for row in table.to_pylist():
         found.update(f"{row['pool']}\t{row['key']}\t{row['label']}\n".encode())
     return found.hexdigest()
-
-
-def read_about(dataset: Dataset) -> dict[str, Any] | None:
-    """Returns the entry of `prepare.py` in dataset.json, None for other data sets."""
-    return dataset.info["source"].get("vtab")
 
 
 def prove(tasks: list[Task], config: VtabPrepareConfig) -> None:
@@ -114,7 +109,7 @@ def prove(tasks: list[Task], config: VtabPrepareConfig) -> None:
 
 def _problems(task: Task, dataset: Dataset) -> Iterator[str]:
     """Yields a description of each problem of the data set's splits."""
-    about = read_about(dataset)
+    about = dataset.info["source"].get("vtab")
     if about is None or about["task"] != task.name:
         yield f"it was not made as {task.name} by launch/vtab_prepare.py"
         return
@@ -138,7 +133,7 @@ def _problems(task: Task, dataset: Dataset) -> Iterator[str]:
             for name, of_pool in rows.items()
             for key in map(keys[name].__getitem__, of_pool.tolist())
         }
-        found = [row for table in dataset.table(split).read(["key", "labels", "xxh128"]) for row in table.to_pylist()]
+        found = dataset.table(split).read_all(["key", "labels", "xxh128"]).to_pylist()
         hashes[split] = {row["key"]: row["xxh128"] for row in found}
         yield from _differences(split, expected, {row["key"]: row["labels"] for row in found})
     if hashes["train800"] | hashes["val200"] != hashes["train800val200"]:
