@@ -123,20 +123,22 @@ def _jobs(dataset: Dataset, shards: list[Shard], samples: pq.ParquetFile | None)
 
 def _summary(found: pa.Table) -> dict[str, Any]:
     """Counts of findings, with the first of each kind."""
-    in_shard = found.filter(pc.not_equal(found["shard"], ""))
     unfit = found.filter(found["is_unfit"])
     kinds = {}
     for kind in [*TAR_KINDS, *SAMPLE_KINDS]:
         of_kind = found.filter(pc.equal(found["kind"], kind))
         if len(of_kind):
-            names = of_kind["shard"].filter(pc.not_equal(of_kind["shard"], ""))  # "" is the manifest.
             first = " ".join(of_kind[name][0].as_py() for name in ("shard", "key", "detail")).strip()
-            kinds[kind] = {"count": len(of_kind), "shards": pc.count_distinct(names).as_py(), "first": first}
+            kinds[kind] = {"count": len(of_kind), "shards": _num_shards(of_kind), "first": first}
     return {
-        "damaged_shards": pc.count_distinct(in_shard["shard"]).as_py(),
+        "damaged_shards": _num_shards(found),
         "unfit_samples": len(unfit.group_by(["split", "row"]).aggregate([])),
         "kinds": kinds,
     }
+
+
+def _num_shards(found: pa.Table) -> int:
+    return len({*found["shard"].unique().to_pylist()} - {""})  # "" is the manifest.
 
 
 def _write_list(dataset: Dataset, found: pa.Table) -> AnyPath | None:

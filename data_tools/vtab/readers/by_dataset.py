@@ -22,7 +22,7 @@ from scipy.io import loadmat
 
 from data_tools.sources.layouts.archive import damage_named
 from data_tools.sources.reader import PIXELS
-from data_tools.vtab.datasets import DATASETS, UNREADABLE
+from data_tools.vtab.datasets import UNREADABLE
 from data_tools.vtab.readers import convert, labels
 from data_tools.vtab.readers.files import DatasetFiles, FileLocation, Original, Pixels, Pool
 from data_tools.vtab.readers.tfrecords import features, records
@@ -37,7 +37,7 @@ _KITTI_SEED, _KITTI_PERCENT = 123, 10
 _CIFAR_PIXELS = 3 * 32 * 32
 _CIFAR_RECORD = 2 + _CIFAR_PIXELS  # Coarse label, fine label, red, green, blue.
 _DSPRITES_COLUMNS = {"dsprites_orientation": 3, "dsprites_location": 4}  # Of latents/classes.
-_NORB_TYPES: dict[int, np.dtype] = {507333717: np.dtype(np.uint8), 507333716: np.dtype("<i4")}
+_NORB_TYPES = {507333717: "<u1", 507333716: "<i4"}
 _NORB_COLUMNS = {"smallnorb_elevation": 1, "smallnorb_azimuth": 2}  # Of info.
 _BLOCK_BYTES = 2**27
 
@@ -264,7 +264,7 @@ def patch_camelyon(files: DatasetFiles, task: Task) -> Original:
 
 def dsprites(files: DatasetFiles, task: Task) -> Original:
     """imgs (n, 64, 64) of 0 and 1, latents/classes (n, 6); keys are image numbers."""
-    path = files.plain(DATASETS["dsprites"].files[0].name)
+    path = files.plain("dsprites_*.hdf5")
     column = _all(path, _hdf5, "latents/classes")[:, _DSPRITES_COLUMNS[task.name]]
     of_image = getattr(labels, task.name)(column)
     return Original({"train": _numbered(of_image, partial(_images, path, _hdf5, "imgs", _white))})
@@ -278,7 +278,7 @@ def smallnorb(files: DatasetFiles, task: Task) -> Original:
     """smallnorb-*-{training,testing}-{dat,info}.mat.gz, the first of two cameras; keys are image numbers."""
     pools = {}
     for pool, part in {"train": "training", "test": "testing"}.items():
-        stem = next(f.name for f in DATASETS["smallnorb"].files if part in f.name).rpartition("-")[0]
+        stem = f"smallnorb-*-{part}"
         column = _all(files.plain(f"{stem}-info.mat"), _norb)[:, _NORB_COLUMNS[task.name]]
         images = partial(_images, files.plain(f"{stem}-dat.mat"), _norb, "", lambda cameras: cameras[:, 0])
         # Azimuth is in units of 10 degrees, and always even.

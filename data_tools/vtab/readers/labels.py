@@ -49,8 +49,8 @@ def dsprites_location(x_position: np.ndarray) -> np.ndarray:
 
 def dsprites_orientation(orientation: np.ndarray) -> np.ndarray:
     """40 orientations, alternately three and two per label."""
-    return np.floor(orientation / 2.5).astype(np.int64)
+    return (orientation // 2.5).astype(np.int64)
 
 
 def _bin(distance: float, lower_ends: np.ndarray) -> int:
-    return int(np.searchsorted(lower_ends, np.float32(distance), side="left")) - 1
+    return int(lower_ends.searchsorted(np.float32(distance))) - 1
