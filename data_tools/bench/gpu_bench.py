@@ -180,8 +180,8 @@ class GpuBench:
             row
             for row in self._steps(model, batch)
             if row["setup"]["engine"] and row["setup"]["deterministic"] and row["loss_difference"] is not None
+            if row["loss_difference"] <= self.config.tolerance
         ]
-        exact = [row for row in exact if row["loss_difference"] <= self.config.tolerance]
         return min(exact, key=lambda row: row["ms"], default=None)
 
     def _steps(self, model: str, batch: int) -> list[Row]:
@@ -207,8 +207,8 @@ class GpuBench:
             settings = ["none measured"]
             if best := self.fastest(model, batch):
                 chosen = (f"engine.{name}={str(on).lower()}" for name, on in best["setup"].items() if name != "engine")
-                settings = [*chosen, f"train.micro_batch={batch}"]
-                settings.append(f"(measured={best['images_per_second']:.0f} of launch/plan.py)")
+                measured = f"(measured={best['images_per_second']:.0f} of launch/plan.py)"
+                settings = [*chosen, f"train.micro_batch={batch}", measured]
             text = f"{model}, batch {batch}: fastest exact step of the engine: {' '.join(settings)}."
             blocks.append(Paragraph(text))
         title = f"{device}, cores: {self.machine['cores']}, torch {self.machine['torch']}, {self.facts['date']}"

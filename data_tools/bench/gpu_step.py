@@ -133,8 +133,7 @@ def matrix_product(device: str) -> Iterator[Row]:
     if device == "cuda":
         side, timed = 8192, 2.0
         yield {"gpu": torch.cuda.get_device_name(), "clocks": _clocks()}
-    seconds = _median_seconds(_product(side, side, side, device), timed)
-    yield {"side": side, "tflops": 2 * side**3 / seconds / 1e12}
+    yield {"side": side, "tflops": _product_tflops(side, side, side, device, timed)}
 
 
 def _clocks() -> str:
@@ -146,9 +145,9 @@ def _clocks() -> str:
         return f"not measured: {error}"
 
 
-def _product(rows: int, inner: int, columns: int, device: str) -> Callable[[], Tensor]:
+def _product_tflops(rows: int, inner: int, columns: int, device: str, seconds: float) -> float:
     a, b = (torch.randn(*shape, device=device).to(torch.bfloat16) for shape in ((rows, inner), (inner, columns)))
-    return lambda: torch.mm(a, b)
+    return 2 * rows * inner * columns / _median_seconds(lambda: torch.mm(a, b), seconds) / 1e12
 
 
 def block_products(case: Case) -> Iterator[Row]:
@@ -156,10 +155,8 @@ def block_products(case: Case) -> Iterator[Row]:
     rows, D, M = case.batch * case.config.num_tokens, case.config.width, case.config.mlp_width
     for name, (inner, columns) in {"qkv": (D, 3 * D), "out": (D, D), "up": (D, M), "down": (M, D)}.items():
         shapes = {"forward": (rows, inner, columns), "input": (rows, columns, inner), "weight": (columns, rows, inner)}
-        found = {}
-        for of, shape in shapes.items():
-            seconds = _median_seconds(_product(*shape, case.device), case.seconds / 10)
-            found[f"{of}_tflops"] = 2 * math.prod(shape) / seconds / 1e12
+        seconds = case.seconds / 10
+        found = {f"{of}_tflops": _product_tflops(*shape, case.device, seconds) for of, shape in shapes.items()}
         yield {"layer": name, "rows": rows, **found}
 
 
@@ -215,12 +212,11 @@ def profile(case: Case, setup: Setup) -> Iterator[Row]:
     parts = {f"{name}_ms": 1e3 * value / _PROFILED_STEPS for name, value in engine.clock.read().items()}
     with torch.profiler.profile() as profiler:
         some_steps()
-    found: dict[str, float] = {}
-    for event in profiler.key_averages():
-        # With a GPU, of its kernels alone.
-        if event.device_type.name.lower() == case.device:
-            micros = event.self_device_time_total or event.self_cpu_time_total
-            found[event.key] = micros / 1e3 / _PROFILED_STEPS
+    found: dict[str, float] = {
+        event.key: (event.self_device_time_total or event.self_cpu_time_total) / 1e3 / _PROFILED_STEPS
+        for event in profiler.key_averages()
+        if event.device_type.name.lower() == case.device  # With a GPU, its kernels alone.
+    }
     kinds: dict[str, float] = defaultdict(float)
     for name, ms in found.items():
         kinds[kind_of(name)] += ms
@@ -274,14 +270,15 @@ def fits(case: Case) -> Iterator[Row]:
         sizes = [max(1, round(most * share)) for share in (0.7, 0.8, 0.9, 1, 1.025, 1.05, 1.1, 1.2, 1.35, 1.5)]
     _, steps = _engine(case, Setup(engine=True))
     for size in sizes:
-        row = {"micro_batch": size, "predicted": most}
+        is_fit = True
         try:
             step = steps(size)
             float(step()), float(step())
         except torch.OutOfMemoryError:
-            yield row | {"fits": False, "peak_memory_gib": _peak_gib(case)}
+            is_fit = False
+        yield {"micro_batch": size, "predicted": most, "fits": is_fit, "peak_memory_gib": _peak_gib(case)}
+        if not is_fit:
             return
-        yield row | {"fits": True, "peak_memory_gib": _peak_gib(case)}
 
 
 def objective(case: Case, loss: str) -> Iterator[Row]:

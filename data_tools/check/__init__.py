@@ -1,4 +1,4 @@
-"""Verification of a data set (verify.py), its statistics (stats.py) and contact sheets.
+"""Verification of a data set (verify.py), its statistics (stats.py) and pictures (figures.py).
 
-Imports sources/. Called by `launch/verify.py` and `launch/stats.py`.
+Imports sharding/ and sources/. Called by `launch/verify.py` and `launch/stats.py`.
 """

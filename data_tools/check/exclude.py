@@ -28,9 +28,8 @@ def run(config: ExcludeConfig) -> int:
         of_splits[line["split"]].append(line)
     found = [row for split, lines in of_splits.items() for row in _rows(dataset, config.samples, split, lines)]
     lists = read_lists(dataset, config.name if config.name in paths_of_lists(dataset) else "none").values()
-    together = pa.concat_tables([*lists, pa.Table.from_pylist(found, EXCLUDED)])
-    table = together.group_by(["split", "row"], use_threads=False).aggregate([("key", "first"), ("reason", "first")])
-    path = write_list(dataset, config.name, table.rename_columns(EXCLUDED.names))
+    path = write_list(dataset, config.name, pa.concat_tables([*lists, pa.Table.from_pylist(found, EXCLUDED)]))
+    table = read_lists(dataset, config.name)[config.name]
     added = len(table) - sum(map(len, lists))
     counts = sorted(Counter(table["split"].to_pylist()).items())
     excluded = ", ".join(f"{count:,} of {split}" for split, count in counts)
@@ -52,7 +51,7 @@ def _read(path: str) -> list[dict[str, str]]:
 
 def _rows(dataset: Dataset, path: str, split: str, lines: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
     """The lines as rows of a list (EXCLUDED). Raises UserError for a sample that the split does not have."""
-    every = pa.concat_tables(dataset.table(split).read(["key"]))["key"]
+    every = dataset.table(split).read_all(["key"])["key"]
     wanted = pa.array([line["key"] for line in lines], pa.string())
     places = defaultdict(list)
     for row in np.flatnonzero(pc.is_in(every, wanted)).tolist():

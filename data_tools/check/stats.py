@@ -2,23 +2,23 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 
-from data_tools.check.contact_sheet import draw_sheet
-from data_tools.check.count import SplitCounts, count
-from data_tools.check.histograms import draw_histograms
+from data_tools.check.figures import IMAGES_OF_A_CLASS, draw_histograms, draw_sheet
 from data_tools.sharding.copies import copy_notes, exact_copies
 from data_tools.sharding.values import measure_values
 from pipeline.base.errors import UserError
 from pipeline.base.files import as_csv
 from pipeline.base.words import counted, of_classes, si
 from pipeline.cluster import ray_tasks
-from pipeline.data.dataset.manifest import open_dataset
+from pipeline.data.dataset.manifest import Dataset, open_dataset
 from pipeline.data.images.stored import describe_left_out
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import AnyPath, BucketPath
@@ -48,16 +48,12 @@ def run(config: StatsConfig) -> dict[str, Any]:
     if isinstance(out, Path):
         try_output("out", out)
         hold(out)
-    counts = count(dataset)
     copies = exact_copies(dataset, "all")
-    splits = {
-        split: {
-            **_summary(of_split),
-            "exact_copies": asdict(copies[split]),
-            "shards": dataset.info["shards"][split],
-        }
-        for split, of_split in counts.items()
-    }
+    splits, values = {}, {}
+    for split in dataset.splits:
+        numbers, values[split] = _count(dataset, split)
+        exact = {"exact_copies": asdict(copies[split]), "shards": dataset.info["shards"][split]}
+        splits[split] = numbers | exact
     stats: dict[str, Any] = {
         "name": dataset.path.name,
         "data": str(dataset.path),
@@ -67,13 +63,12 @@ def run(config: StatsConfig) -> dict[str, Any]:
         "left_out": dataset.left_out,
         "splits": splits,
     }
-    class_counts = np.sum([of_split.classes for of_split in counts.values()], axis=0)
-    sheet = draw_sheet(dataset, config.sheet, class_counts) if config.sheet else None
-    of_splits = [of_split.classes.tolist() for of_split in counts.values()]
+    class_counts = np.array([of[IMAGES_OF_A_CLASS] for of in values.values()])
+    sheet = draw_sheet(dataset, config.sheet, class_counts.sum(0)) if config.sheet else None
     contents = {
         STATS: (json.dumps(stats, indent=1, ensure_ascii=False) + "\n").encode(),
-        CLASSES: as_csv([("class", *counts), *zip(dataset.classes, *of_splits, strict=True)]),
-        HISTOGRAMS: draw_histograms(dataset, counts),
+        CLASSES: as_csv([("class", *values), *zip(dataset.classes, *class_counts.tolist(), strict=True)]),
+        HISTOGRAMS: draw_histograms(dataset, values),
         SHEET: sheet,
     }
     write_files(out, contents, mark=STATS)
@@ -98,21 +93,34 @@ def _send(config: StatsConfig, stats: dict[str, Any], out: Path, names: Sequence
     send_report(config.mlflow, out, facts, metrics(stats), [out / name for name in names], config.experiment)
 
 
-def _summary(counts: SplitCounts) -> dict[str, Any]:
-    return {
-        "samples": len(counts.size),
-        "bytes": int(counts.size.sum()),
-        "images_of_a_class": {"none": int((counts.classes == 0).sum()), **_quantiles(counts.classes)},
-        "labels_per_sample": {str(n): int(c) for n, c in enumerate(counts.labels) if c},
-        "short_side": _quantiles(counts.short),
-        "aspect_ratio": _quantiles(counts.aspect),
-        "bytes_per_image": _quantiles(counts.size),
-        "formats": dict(counts.formats.most_common()),
+def _count(dataset: Dataset, split: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """(the numbers of a split for stats.json, and those of its classes and images that are drawn, by their names
+    there).
+    """
+    rows = dataset.table(split).read_all(["labels", "width", "height", "size", "ext"])
+    width, height, size = (rows[name].to_numpy() for name in ("width", "height", "size"))
+    num_labels = np.bincount(pc.list_value_length(rows["labels"]).to_numpy())
+    class_counts = np.bincount(pc.list_flatten(rows["labels"]).to_numpy(), minlength=dataset.num_classes)
+    of_images = {
+        "short_side": np.minimum(width, height),
+        "aspect_ratio": np.maximum(width, 1) / np.maximum(height, 1),
+        "bytes_per_image": size,
+    }
+    formats = {pair["values"]: pair["counts"] for pair in rows["ext"].value_counts().to_pylist()}
+    targets = zip(dataset.targets, dataset.index(split).targets[:].T, strict=True)
+    numbers = {
+        "samples": len(rows),
+        "bytes": int(size.sum()),
+        IMAGES_OF_A_CLASS: {"none": int((class_counts == 0).sum()), **_quantiles(class_counts)},
+        "labels_per_sample": {str(n): int(c) for n, c in enumerate(num_labels) if c},
+        **{name: _quantiles(of) for name, of in of_images.items()},
+        "formats": dict(Counter(formats).most_common()),
+        # NaN is a missing one.
         "targets": {
-            name: {"missing": int(np.isnan(of).sum()), **_quantiles(of[np.isfinite(of)])}
-            for name, of in counts.targets.items()
+            name: {"missing": int(np.isnan(of).sum()), **_quantiles(of[np.isfinite(of)])} for name, of in targets
         },
     }
+    return numbers, {IMAGES_OF_A_CLASS: class_counts, **of_images}
 
 
 def _quantiles(values: np.ndarray) -> dict[str, float]:

@@ -47,44 +47,40 @@ def run(config: VerifyConfig) -> dict[str, Any]:
         # Checks with other folders write the same list.
         with suppress(OSError):  # The list of a read-only data set is not written.
             stack.enter_context(only_writer(dataset.path / exclusion.FOLDER))
-        return _check(dataset, out, config)
+        shards = dataset.shards(verify=False)
+        details, samples, damaged_indexes = _check_manifest(dataset, shards)
+        findings = [findings_table([("manifest", "", "", -1, "", detail, False) for detail in details])]
+        num_bytes = 0
+        jobs = _jobs(dataset, shards, samples)
+        shown = sum(shard.samples for shard in shards), len(shards), out, "verified"
+        with tasks_on_cluster(check_shard, jobs, config.num_tasks, *shown) as (tasks, progress):
+            for number, checked in tasks:
+                findings.append(findings_table(checked.findings))
+                num_bytes += checked.bytes
+                progress.add(shards[number].samples, checked.bytes)
+        found = pa.concat_tables(findings).sort_by([("shard", "ascending"), ("row", "ascending")])
 
-
-def _check(dataset: Dataset, out: AnyPath, config: VerifyConfig) -> dict[str, Any]:
-    shards = dataset.shards(verify=False)
-    details, samples, damaged_indexes = _check_manifest(dataset, shards)
-    findings = [findings_table([("manifest", "", "", -1, "", detail, False) for detail in details])]
-    num_bytes = 0
-    jobs = _jobs(dataset, shards, samples)
-    shown = sum(shard.samples for shard in shards), len(shards), out, "verified"
-    with tasks_on_cluster(check_shard, jobs, config.num_tasks, *shown) as (tasks, progress):
-        for number, checked in tasks:
-            findings.append(findings_table(checked.findings))
-            num_bytes += checked.bytes
-            progress.add(shards[number].samples, checked.bytes)
-    found = pa.concat_tables(findings).sort_by([("shard", "ascending"), ("row", "ascending")])
-
-    report = {
-        "data": str(dataset.path),
-        "fingerprint": dataset.fingerprint,
-        "is_whole": not len(found),
-        "shards": len(shards),
-        "samples": shown[0],
-        "bytes": num_bytes,
-        **_summary(found),
-    }
-    # The report comes last: with it, damage.csv and the list are of the same check.
-    (out / REPORT).unlink(missing_ok=True)
-    # Without rows the unfit samples are unknown: an older list is kept.
-    listed = _write_list(dataset, found) if samples else None
-    lines = [as_csv(zip(*batch.to_pydict().values(), strict=True)) for batch in found.to_batches(_BATCH)]
-    details_csv = b"".join([as_csv([found.column_names]), *lines]) if len(found) else None
-    content = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
-    write_files(out, {DETAILS: details_csv, REPORT: content}, mark=REPORT)
-    for folder in damaged_indexes:  # After a kill before this, the next check finds them again.
-        shutil.rmtree(folder, ignore_errors=True)
-    _print_report(dataset, report, out, listed)
-    return report
+        report = {
+            "data": str(dataset.path),
+            "fingerprint": dataset.fingerprint,
+            "is_whole": not len(found),
+            "shards": len(shards),
+            "samples": shown[0],
+            "bytes": num_bytes,
+            **_summary(found),
+        }
+        # The report comes last: with it, damage.csv and the list are of the same check.
+        (out / REPORT).unlink(missing_ok=True)
+        # Without rows the unfit samples are unknown: an older list is kept.
+        listed = _write_list(dataset, found) if samples else None
+        lines = [as_csv(zip(*batch.to_pydict().values(), strict=True)) for batch in found.to_batches(_BATCH)]
+        details_csv = b"".join([as_csv([found.column_names]), *lines]) if len(found) else None
+        content = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+        write_files(out, {DETAILS: details_csv, REPORT: content}, mark=REPORT)
+        for folder in damaged_indexes:  # After a kill before this, the next check finds them again.
+            shutil.rmtree(folder, ignore_errors=True)
+        _print_report(dataset, report, out, listed)
+        return report
 
 
 def _check_manifest(dataset: Dataset, shards: list[Shard]) -> tuple[list[str], pq.ParquetFile | None, list[Path]]:
@@ -127,20 +123,22 @@ def _jobs(dataset: Dataset, shards: list[Shard], samples: pq.ParquetFile | None)
 
 def _summary(found: pa.Table) -> dict[str, Any]:
     """Counts of findings, with the first of each kind."""
-    in_shard = found.filter(pc.not_equal(found["shard"], ""))
     unfit = found.filter(found["is_unfit"])
     kinds = {}
     for kind in [*TAR_KINDS, *SAMPLE_KINDS]:
         of_kind = found.filter(pc.equal(found["kind"], kind))
         if len(of_kind):
-            names = of_kind["shard"].filter(pc.not_equal(of_kind["shard"], ""))  # "" is the manifest.
             first = " ".join(of_kind[name][0].as_py() for name in ("shard", "key", "detail")).strip()
-            kinds[kind] = {"count": len(of_kind), "shards": pc.count_distinct(names).as_py(), "first": first}
+            kinds[kind] = {"count": len(of_kind), "shards": _num_shards(of_kind), "first": first}
     return {
-        "damaged_shards": pc.count_distinct(in_shard["shard"]).as_py(),
+        "damaged_shards": _num_shards(found),
         "unfit_samples": len(unfit.group_by(["split", "row"]).aggregate([])),
         "kinds": kinds,
     }
+
+
+def _num_shards(found: pa.Table) -> int:
+    return len({*found["shard"].unique().to_pylist()} - {""})  # "" is the manifest.
 
 
 def _write_list(dataset: Dataset, found: pa.Table) -> AnyPath | None:
@@ -151,12 +149,9 @@ def _write_list(dataset: Dataset, found: pa.Table) -> AnyPath | None:
     path = dataset.path / exclusion.FOLDER / f"{LIST}.parquet"
     if not len(unfit) and not path.exists():
         return None
-    # A sample with several findings is listed once.
     reasons = pc.binary_join_element_wise(unfit["kind"], unfit["detail"], ": ")
-    table = unfit.select(["split", "row", "key"]).append_column("reason", reasons)
-    table = table.group_by(["split", "row"], use_threads=False).aggregate([("key", "first"), ("reason", "first")])
     try:
-        exclusion.write_list(dataset, LIST, table.rename_columns(["split", "row", "key", "reason"]))
+        exclusion.write_list(dataset, LIST, unfit.append_column("reason", reasons))
     except OSError as error:  # The data set may be read-only; the report has its own folder.
         print(
             f"note: {path} cannot be written ({error.strerror or error}): training excludes what it did before",
@@ -181,13 +176,10 @@ def _print_report(dataset: Dataset, report: dict[str, Any], out: AnyPath, listed
         print(
             f"{report['unfit_samples']:,} of {counted(report['samples'], 'image')} are unfit, and listed in {listed}."
         )
-    print(_remedy(dataset) + " Or train without the listed images." * bool(listed and report["unfit_samples"]))
-
-
-def _remedy(dataset: Dataset) -> str:
-    if dataset.info["source"].get("indexed"):
-        return "Copy the tars again from where they came, and verify once more."
-    return (
+    remedy = (
         "Copy it again, or run the same launch/shard.py again: it makes damaged shards again, and leaves intact ones as"
         " they are. Then verify once more."
     )
+    if dataset.info["source"].get("indexed"):
+        remedy = "Copy the tars again from where they came, and verify once more."
+    print(remedy + " Or train without the listed images." * bool(listed and report["unfit_samples"]))

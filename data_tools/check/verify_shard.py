@@ -36,13 +36,13 @@ TAR_KINDS = {
 # is_unfit: whether to exclude the sample from training.
 FINDINGS = pa.schema(
     [
-        ("kind", pa.string()),
-        ("split", pa.string()),
-        ("shard", pa.string()),
-        ("row", pa.int64()),
-        ("key", pa.string()),
-        ("detail", pa.string()),
-        ("is_unfit", pa.bool_()),
+        ("kind", "string"),
+        ("split", "string"),
+        ("shard", "string"),
+        ("row", "int64"),
+        ("key", "string"),
+        ("detail", "string"),
+        ("is_unfit", "bool"),
     ]
 )
 

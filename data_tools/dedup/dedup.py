@@ -7,7 +7,6 @@ dedup/thumbnails/ (one file per shard, named by the shard's sha256) and dedup/se
 with one file per searched shard). Shards whose file exists are not read or searched again.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,15 +17,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from data_tools.dedup import search_shard, within_split
-from data_tools.dedup.search_shard import ImageIndexJob, Pairs, SearchJob, read_pairs, write_images, write_index
+from data_tools.dedup.search_shard import ImagesJob, Pairs, SearchJob, read_pairs, write_images, write_index
 from data_tools.dedup.thumbnails import (
     BAD,
     FOLDER,
     PLAIN,
-    SEARCH,
     THUMBNAILS,
     ComparedSplit,
     compared_split,
+    located,
     read_images,
     run_tasks,
     unfinished,
@@ -47,7 +46,7 @@ from pipeline.data.dataset.exclusion import (
 )
 from pipeline.data.dataset.manifest import location_and_split, open_dataset
 from pipeline.data.storage.atomic import write_files
-from pipeline.data.storage.bucket import make_folder, remove_tree, to_path
+from pipeline.data.storage.bucket import remove_tree, to_path
 from pipeline.settings.commands.data import DedupConfig
 
 TESTS = "tests.npz"
@@ -64,35 +63,30 @@ def run(config: DedupConfig) -> dict[str, Any]:
     searched = compared_split(data, config.split, data.path / FOLDER / THUMBNAILS)
     tests = [] if config.within_split else _tests(searched, config)
     with only_writer(data.path / FOLDER):
-        return _run(searched, tests, config)
-
-
-def _run(searched: ComparedSplit, tests: list[ComparedSplit], config: DedupConfig) -> dict[str, Any]:
-    states = read_images([searched, *tests], config)
-    if tests:
-        names = "test_copies", "report.json", "pairs.png", "Test images"
-        copies, found = _against(searched, tests, states, config)
-        of = _names(tests, copies.others)
-    else:
-        names = NEAR_COPIES, "near_copies.json", "near_copies.png", "Kept images"
-        copies, found = _within(searched, states[0], config)
-        of = searched.keys(copies.others)
-    report = {"max_distance": config.max_distance, **found}
-    keys = searched.keys(copies.rows)
-    reasons = [
-        f"copy of {other}, distance {distance:.3f}"
-        for other, distance in zip(of, copies.distances.tolist(), strict=True)
-    ]
-    columns = {"split": [searched.split] * len(keys), "row": copies.rows.tolist(), "key": keys, "reason": reasons}
-    pictures = []
-    for i in np.argsort(-copies.distances, kind="stable")[:_MAX_PICTURED].tolist():
-        other = _tile(tests or [searched], int(copies.others[i]), of[i])
-        copy = _tile([searched], int(copies.rows[i]), f"{copies.distances[i]:.3f}", keys[i])
-        pictures.append((other, copy))
-    done = _write(searched, names, pa.Table.from_pydict(columns, EXCLUDED), report, pictures)
-    _print(report)
-    print(done)
-    return report
+        states = read_images([searched, *tests], config)
+        if tests:
+            names = "test_copies", "report.json", "pairs.png", "Test images"
+            copies, found = _against(searched, tests, states, config)
+            of = _names(tests, copies.others)
+        else:
+            names = NEAR_COPIES, "near_copies.json", "near_copies.png", "Kept images"
+            copies, found = _within(searched, states[0], config)
+            of = searched.keys(copies.others)
+        report = {"max_distance": config.max_distance, **found}
+        keys = searched.keys(copies.rows)
+        reasons = [
+            f"copy of {other}, distance {distance:.3f}"
+            for other, distance in zip(of, copies.distances.tolist(), strict=True)
+        ]
+        columns = {"split": [searched.split] * len(keys), "row": copies.rows.tolist(), "key": keys, "reason": reasons}
+        pictures = []
+        for i in np.argsort(-copies.distances, kind="stable")[:_MAX_PICTURED].tolist():
+            other = _tile(tests or [searched], int(copies.others[i]), of[i])
+            copy = _tile([searched], int(copies.rows[i]), f"{copies.distances[i]:.3f}", keys[i])
+            pictures.append((other, copy))
+        _print(report)
+        _write(searched, names, pa.Table.from_pydict(columns, EXCLUDED), report, pictures)
+        return report
 
 
 def _tests(searched: ComparedSplit, config: DedupConfig) -> list[ComparedSplit]:
@@ -119,14 +113,14 @@ def _against(
 ) -> tuple[Pairs, dict[str, Any]]:
     """Returns the copies of test images, each with the nearest of these, and what the report says of them."""
     pairs = _search(searched, tests, config)
-    against, starts = [], np.cumsum([0] + [len(part) for part in tests])
+    against, (of_part, _) = [], located(map(len, tests), pairs.others)
     for number, part in enumerate(tests):
-        of_part = pairs.take((pairs.others >= starts[number]) & (pairs.others < starts[number + 1]))
+        found = pairs.take(of_part == number)
         against.append(
             {
                 **_about(part, states[number + 1]),
-                "images_with_copies": len(np.unique(of_part.others)),
-                "copies": len(np.unique(of_part.rows)),
+                "images_with_copies": len(np.unique(found.others)),
+                "copies": len(np.unique(found.rows)),
             }
         )
     copies = pairs.nearest()
@@ -136,22 +130,19 @@ def _against(
 def _search(searched: ComparedSplit, tests: Sequence[ComparedSplit], config: DedupConfig) -> Pairs:
     """Returns every pair of a searched image and a test image with equal bytes or within max_distance."""
     test_jobs = [job for part in tests for job in part.jobs]
-    names = [f"{job.tar} {to_path(job.out).name}" for job in test_jobs]
-    choice = hashlib.sha256("\n".join([str(search_shard.FORMAT), *names]).encode()).hexdigest()[:16]
-    folder = searched.dataset.path / FOLDER / SEARCH / choice
-    make_folder(folder)
+    folder = search_shard.results_folder(searched, "", [job.name for job in test_jobs])
     every = [SearchJob(job, str(folder / TESTS), str(folder / to_path(job.out).name)) for job in searched.jobs]
     missing = unfinished(every, folder)
     if missing and not (folder / TESTS).exists():
-        write_images(test_jobs, folder / TESTS)
+        write_images(test_jobs, folder / TESTS, np.arange(sum(map(len, tests))))
     print(
         f"searched earlier for these test images: {len(every) - len(missing):,} of {counted(len(every), 'shard')}",
         flush=True,
     )
     index = search_shard.index_folder(folder / TESTS)
     if missing and isinstance(index, Path):
-        amount = sum(len(job.sizes) for job in test_jobs), sum(int(job.sizes.sum()) for job in test_jobs)
-        run_tasks(write_index, [ImageIndexJob(str(folder / TESTS), str(index), amount)], "indexed", searched, config)
+        amount = np.sum([job.amount for job in test_jobs], axis=0).tolist()
+        run_tasks(write_index, [ImagesJob(str(folder / TESTS), str(index), amount)], "indexed", searched, config)
     run_tasks(search_shard.search_shard, missing, "searched", searched, config)
     remove_tree(index)
     found = [read_pairs(job.out, job.shard.first_row) for job in every]
@@ -186,16 +177,9 @@ def _about(part: ComparedSplit, states: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _located(parts: Sequence[ComparedSplit], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(number of the part, row in it) of rows that are counted over all parts."""
-    starts = np.cumsum([0] + [len(part) for part in parts])
-    of_part = np.searchsorted(starts, rows, side="right") - 1
-    return of_part, rows - starts[of_part]
-
-
 def _names(tests: Sequence[ComparedSplit], rows: np.ndarray) -> list[str]:
     """FOLDER:SPLIT/KEY of test images."""
-    of_part, rows = _located(tests, rows)
+    of_part, rows = located(map(len, tests), rows)
     names = np.empty(len(rows), object)
     for number, part in enumerate(tests):
         names[of_part == number] = [f"{part.name}/{key}" for key in part.keys(rows[of_part == number])]
@@ -204,8 +188,8 @@ def _names(tests: Sequence[ComparedSplit], rows: np.ndarray) -> list[str]:
 
 def _tile(parts: Sequence[ComparedSplit], row: int, *lines: str) -> Tile:
     """An image with lines over it. row: counted over all parts."""
-    of_part, rows = _located(parts, np.array([row]))
-    pixels = parts[of_part[0]].thumbnail(int(rows[0]), _SIDE)
+    (part,), (place,) = located(map(len, parts), np.array([row]))
+    pixels = parts[part].thumbnail(int(place), _SIDE)
     return Tile(_GREY if pixels is None else pixels, [*map(printable, lines)])
 
 
@@ -215,8 +199,8 @@ def _write(
     marks: pa.Table,
     report: dict[str, Any],
     pictures: list[tuple[Tile, Tile]],
-) -> str:
-    """Write the list, then the report and the sheet of pairs; returns what was done, to be printed.
+) -> None:
+    """Write the list, then the report and the sheet of pairs.
 
     names: of the list, the files of the report and the sheet, and of the upper images of the sheet. marks: EXCLUDED.
     """
@@ -228,14 +212,13 @@ def _write(
     earlier = earlier_list(searched.dataset, name)
     of_others = earlier.filter(pc.not_equal(earlier["split"], searched.split))
     path = write_list(searched.dataset, name, pa.concat_tables([marks, of_others]))
-    done = f"marked {counted(len(marks), 'copy')} in {path}" + f"; look at {folder / sheet_file}" * bool(pictures)
     sheet = None  # Removes an older one.
     if pictures:
         title = f"{upper}, and below each its copy, with the distance"
         sheet = png(gallery(folded([*zip(*pictures, strict=True)]), title), dpi=100)
     text = json.dumps(report, indent=1, ensure_ascii=False) + "\n"
     write_files(folder, {report_file: text, sheet_file: sheet}, mark=report_file)
-    return done
+    print(f"marked {counted(len(marks), 'copy')} in {path}" + f"; look at {folder / sheet_file}" * bool(pictures))
 
 
 def _print(report: dict[str, Any]) -> None:

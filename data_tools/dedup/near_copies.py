@@ -48,13 +48,6 @@ def _intervals(step: float) -> np.ndarray:
     return np.array([(left * step, 1 - right * step) for left in range(num + 1) for right in range(num + 1 - left)])
 
 
-def _dct() -> np.ndarray:
-    """Returns the DCT matrix, (frequencies, SIDE) float32, with orthogonal rows of equal length."""
-    rows = np.cos(np.pi * np.arange(_FREQUENCIES)[:, None] * (np.arange(SIDE) + 0.5) / SIDE)
-    rows[0] *= np.sqrt(0.5)
-    return rows.astype(np.float32)
-
-
 def _dct_of_interval(begin: float, end: float) -> np.ndarray:
     """Returns (frequencies, SIDE): the DCT of the interval [begin, end] of a side, resized to the whole side by
     area.
@@ -63,22 +56,20 @@ def _dct_of_interval(begin: float, end: float) -> np.ndarray:
     pixel = np.arange(SIDE)
     overlap = np.minimum(edges[1:, None], pixel + 1) - np.maximum(edges[:-1, None], pixel)
     stretch = overlap.clip(0)
-    return (_dct() @ (stretch / stretch.sum(1, keepdims=True))).astype(np.float32)
+    return (_DCT @ (stretch / stretch.sum(1, keepdims=True))).astype(np.float32)
 
 
-def _hash_bits() -> tuple[np.ndarray, np.ndarray]:
-    """Returns rows and columns of the 64 lowest frequencies, ordered so that each table has low and high ones."""
-    lowest = sorted(
-        ((v, u) for v in range(_FREQUENCIES) for u in range(_FREQUENCIES) if u or v),
-        key=lambda place: (place[0] ** 2 + place[1] ** 2, place),
-    )[:64]
-    dealt = [lowest[i] for table in range(_TABLES) for i in range(table, 64, _TABLES)]
-    return np.array([v for v, _ in dealt]), np.array([u for _, u in dealt])
-
-
-_V, _U = _hash_bits()
+# The DCT matrix, (frequencies, SIDE), with orthogonal rows of equal length.
+_DCT = np.cos(np.pi * np.arange(_FREQUENCIES)[:, None] * (np.arange(SIDE) + 0.5) / SIDE)
+_DCT[0] *= np.sqrt(0.5)
+_DCT = _DCT.astype(np.float32)
+# Rows and columns of the 64 lowest frequencies but 0, ordered so that each table has low and high ones.
+_LOWEST = sorted(np.ndindex(_FREQUENCIES, _FREQUENCIES), key=lambda place: place[0] ** 2 + place[1] ** 2)[1:65]
+_V, _U = np.concatenate([_LOWEST[table::_TABLES] for table in range(_TABLES)]).T
 # Mirroring an image inverts the sign of its odd horizontal frequencies.
 _MIRROR = np.where(np.arange(_FREQUENCIES) % 2, -1, 1).astype(np.float32)
+# Coefficients are multiplied by their frequency, because those of natural images fall with it. The mean (frequency 0)
+# becomes 0.
 _WEIGHTS = np.hypot(*np.mgrid[:_FREQUENCIES, :_FREQUENCIES]).astype(np.float32)
 _COARSE = np.stack([_dct_of_interval(*interval) for interval in _intervals(_HASH_STEP)])
 _FINE_INTERVALS = _intervals(_FINE_STEP)
@@ -102,7 +93,7 @@ def is_plain(pixels: np.ndarray, thumb: np.ndarray) -> bool:
         return True
     num = SIDE // _BLOCK
     variance = thumb.reshape(num, _BLOCK, num, _BLOCK).astype(np.float32).var((1, 3))
-    energy = _weighted(_coefficients(thumb[None])[0]) ** 2
+    energy = (_coefficients(thumb[None])[0] * _WEIGHTS) ** 2
     return float((variance / (variance + _BLOCK_NOISE)).sum()) < _MIN_BLOCKS or float(
         energy.sum() ** 2
     ) < _MIN_DETAIL * float((energy**2).sum())
@@ -199,9 +190,8 @@ class ImageIndex:
             parts.append(np.stack([query, ids // NUM_CROPS, bits.astype(np.int64), ids % NUM_CROPS]))
         rows = np.concatenate(parts, axis=1)
         rows = rows[:, np.lexsort(rows[::-1])]
-        is_first = np.ones(rows.shape[1], bool)
-        is_first[1:] = (rows[:2, 1:] != rows[:2, :-1]).any(0)
-        return rows[:, is_first][[0, 1, 3]]
+        _, first = np.unique(rows[0] << 32 | rows[1], return_index=True)
+        return rows[:, first][[0, 1, 3]]
 
     def _coarse_distances(self, coefficients: np.ndarray, *found: np.ndarray) -> np.ndarray:
         distances = np.empty(len(found[0]), np.float32)
@@ -224,7 +214,7 @@ def _best_crop(query: np.ndarray, thumb: np.ndarray) -> tuple[float, np.ndarray]
 
 def _coefficients(thumbs: np.ndarray) -> np.ndarray:
     """DCT of (n, SIDE, SIDE) thumbnails: (n, vertical frequencies, horizontal frequencies) float32."""
-    return _dct() @ thumbs.astype(np.float32) @ _dct().T
+    return _DCT @ thumbs.astype(np.float32) @ _DCT.T
 
 
 def _crops(thumbs: np.ndarray, intervals: np.ndarray) -> np.ndarray:
@@ -272,12 +262,7 @@ def _add(index: faiss.IndexBinaryIVF, table: int, codes: np.ndarray, rows: np.nd
     index.add_core(len(ids), faiss.swig_ptr(rotated), faiss.swig_ptr(ids), faiss.swig_ptr(lists))
 
 
-def _weighted(coefficients: np.ndarray) -> np.ndarray:
-    """Multiply by frequency, because coefficients of natural images fall with it. The mean (frequency 0) becomes 0."""
-    return coefficients * _WEIGHTS
-
-
 def _unit(coefficients: np.ndarray) -> np.ndarray:
     """Weighted coefficients as unit vectors: (n, frequencies squared)."""
-    flat = _weighted(coefficients).reshape(len(coefficients), -1)
+    flat = (coefficients * _WEIGHTS).reshape(len(coefficients), -1)
     return flat / np.linalg.norm(flat, axis=1, keepdims=True).clip(1e-6)

@@ -2,11 +2,13 @@
 each other.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import EllipsisType
 from typing import NamedTuple
 
 import cv2
@@ -14,13 +16,24 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.dedup.near_copies import ImageIndex, Likely
-from data_tools.dedup.thumbnails import ARRAYS, FINE, ThumbnailJob, read_arrays, read_image
+from data_tools.dedup.thumbnails import (
+    ARRAYS,
+    FINE,
+    FOLDER,
+    SEARCH,
+    ComparedSplit,
+    ThumbnailJob,
+    located,
+    read_arrays,
+    read_image,
+)
 from data_tools.dedup.verify_pair import distance, reduced
+from data_tools.sharding.copies import first_halves
 from pipeline.architecture.pixels import Pixels
 from pipeline.base import json_record
 from pipeline.base.files import hidden_folder
 from pipeline.data.storage.atomic import replacing
-from pipeline.data.storage.bucket import AnyPath, remove_tree, to_path
+from pipeline.data.storage.bucket import AnyPath, make_folder, remove_tree, to_path
 
 # Pairs up to this distance are written, so that another max_distance needs no new search.
 KEPT_DISTANCE = 0.5
@@ -33,31 +46,31 @@ _MAPPED_THUMBS = "thumbs.npy"
 class SearchJob:
     """shard: with thumbnails. tests: path of the file of `write_images`. out: path of the pairs.
 
-    chosen: (k,) int64, the shard's images that are searched; None is all of them.
+    chosen: (k,) int64, the shard's images that are searched; ... is all of them.
     """
 
     shard: ThumbnailJob
     tests: str
     out: str
-    chosen: np.ndarray | None = None
+    chosen: np.ndarray | EllipsisType = ...
 
     @property
     def amount(self) -> tuple[int, int]:
         """Images and their bytes."""
-        sizes = self.shard.sizes if self.chosen is None else self.shard.sizes[self.chosen]
+        sizes = self.shard.sizes[self.chosen]
         return len(sizes), int(sizes.sum())
 
 
 @dataclass(frozen=True)
-class BlockJob:
-    """images: path of the file of `write_images`. max_distance: of a copy. out: path of the pairs. amount: as of
-    `SearchJob`.
+class ImagesJob:
+    """images: path of the file of `write_images`. out: path of their pairs, or of the folder of their index. amount: as
+    of `SearchJob`. max_distance: of a copy.
     """
 
     images: str
-    max_distance: float
     out: str
-    amount: tuple[int, int]
+    amount: Sequence[int]
+    max_distance: float = 0.0
 
 
 class Pairs(NamedTuple):
@@ -82,43 +95,37 @@ class Pairs(NamedTuple):
         return self.take(order[first])
 
 
-def write_images(jobs: Sequence[ThumbnailJob], path: AnyPath, chosen: np.ndarray | None = None) -> None:
+def results_folder(searched: ComparedSplit, prefix: str, choice: Iterable[object], rows: bytes = b"") -> AnyPath:
+    """The folder of the pairs of one choice of images, which is made."""
+    facts = "\n".join(map(str, [FORMAT, *choice])).encode()
+    folder = searched.dataset.path / FOLDER / SEARCH / f"{prefix}{hashlib.sha256(facts + rows).hexdigest()[:16]}"
+    make_folder(folder)
+    return folder
+
+
+def write_images(jobs: Sequence[ThumbnailJob], path: AnyPath, chosen: np.ndarray) -> None:
     """Write everything the search needs about images to one file: 1.1 KB per image.
 
     jobs: their shards; the images are counted in this order. chosen: (k,) int64, which of them, in the order of the
-    file; None is all.
+    file.
     """
-    starts = np.cumsum([0] + [len(job.offsets) for job in jobs])
-    chosen = np.arange(starts[-1]) if chosen is None else chosen
-    of_job = np.searchsorted(starts, chosen, side="right") - 1
+    of_job, rows = located((len(job.offsets) for job in jobs), chosen)
     columns: dict[str, np.ndarray] = {}
     for number, job in enumerate(jobs):
         places = np.flatnonzero(of_job == number)
         if not len(places):
             continue
-        rows, there = chosen[places] - starts[number], read_arrays(job.out, *ARRAYS)
-        of_shard = {**there, "offsets": job.offsets, "sizes": job.sizes, "tar": np.full(len(job.offsets), number)}
+        of_shard = {**read_arrays(job.out, *ARRAYS), "offsets": job.offsets, "sizes": job.sizes}
         for name, column in of_shard.items():
             into = columns.setdefault(name, np.empty((len(chosen), *column.shape[1:]), column.dtype))
-            into[places] = column[rows]
+            into[places] = column[rows[places]]
     with replacing(path) as file:
-        of_jobs = {
-            "tars": np.array([job.tar for job in jobs]),
-            "pixels": np.array([json.dumps(job.pixels.to_dict()) for job in jobs]),
-        }
-        np.savez(file, **of_jobs, **columns)  # type: ignore[arg-type]
+        tars = np.array([job.tar for job in jobs])
+        pixels = np.array([json.dumps(job.pixels.to_dict()) for job in jobs])
+        np.savez(file, tars=tars, pixels=pixels, tar=of_job, **columns)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class ImageIndexJob:
-    """images: path of the file of `write_images`. out: folder of their index. amount: as of `SearchJob`."""
-
-    images: str
-    out: str
-    amount: tuple[int, int]
-
-
-def write_index(job: ImageIndexJob) -> None:
+def write_index(job: ImagesJob) -> None:
     """Write the thumbnails and the index of images, from which all workers of a host map them into shared memory."""
     cv2.setNumThreads(1)
     out = Path(job.out)
@@ -141,7 +148,7 @@ def search_shard(job: SearchJob) -> None:
     cv2.setNumThreads(1)
     tests, index = _searched_for(job.tests)
     own = read_arrays(job.shard.out, *ARRAYS)
-    chosen = np.arange(len(own["states"])) if job.chosen is None else job.chosen
+    chosen = np.arange(len(own["states"]))[job.chosen]
     usable = chosen[own["states"][chosen] == FINE]
     likely = index.find(own["thumbs"][usable])
     rows = usable[likely.query]
@@ -164,7 +171,7 @@ def search_shard(job: SearchJob) -> None:
     _write_pairs(job.out, pairs.take(order[first]))
 
 
-def compare_block(job: BlockJob) -> None:
+def compare_block(job: ImagesJob) -> None:
     """Compare the images of a block in their order, each with those before it that are copies of none: write the
     nearest of these.
 
@@ -200,9 +207,8 @@ class _StoredImages:
     """The images of a file of `write_images`, in a worker's memory; their pixels are read from their shards."""
 
     def __init__(self, path: str, thumbs: np.ndarray | None = None) -> None:
-        names = [name for name in ARRAYS if name != "thumbs" or thumbs is None]
-        found = read_arrays(path, *names, "tar", "offsets", "sizes", "tars", "pixels")
-        self.thumbs = found["thumbs"] if thumbs is None else thumbs
+        found = read_arrays(path, "states", "hashes", "tar", "offsets", "sizes", "tars", "pixels")
+        self.thumbs = read_arrays(path, "thumbs")["thumbs"] if thumbs is None else thumbs
         self.comparable = np.flatnonzero(found["states"] == FINE)
         self.by_digest = _by_digest(found["hashes"], np.arange(len(self.thumbs)), "test")
         pixels = [json_record.parse(text, Pixels, path) for text in found["pixels"].tolist()]
@@ -239,10 +245,5 @@ def _read_reduced(tar: str, offset: int, size: int, pixels: Pixels) -> np.ndarra
     return reduced(read_image(tar, offset, size, pixels))
 
 
-def digests(hashes: np.ndarray) -> np.ndarray:
-    """The first 8 bytes of each hash, uint64: no chance match is expected in 1e12 pairs. hashes: (n, 16) uint8."""
-    return np.ascontiguousarray(hashes[:, :8]).view(np.uint64)[:, 0]
-
-
 def _by_digest(hashes: np.ndarray, rows: np.ndarray, name: str = "row") -> pa.Table:
-    return pa.table({"digest": digests(hashes), name: rows})
+    return pa.table({"digest": first_halves(hashes), name: rows})

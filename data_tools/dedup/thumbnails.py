@@ -5,18 +5,17 @@ Images of any channels and type are compared as the picture that is shown of the
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import cv2
 import numpy as np
-import pyarrow as pa
 
 from data_tools.dedup.near_copies import SIDE, is_plain, thumbnail
 from data_tools.driver import remove_leftovers
-from data_tools.sources.reader import lost_if_unreadable, read_thumbnail
+from data_tools.sources.reader import Reader, lost_if_unreadable, read_at, read_thumbnail
 from data_tools.tasks import refuse_unseen, tasks_on_cluster
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import npz
@@ -61,36 +60,14 @@ class ThumbnailJob:
     pixels: Pixels = RGB8
 
     @property
+    def name(self) -> str:
+        """Of the shard and its thumbnails, as part of a choice of images."""
+        return f"{self.tar} {to_path(self.out).name}"
+
+    @property
     def amount(self) -> tuple[int, int]:
         """Images and their bytes."""
         return len(self.sizes), int(self.sizes.sum())
-
-
-def jobs(dataset: Dataset, split: str, folder: AnyPath) -> Iterator[ThumbnailJob]:
-    """Yields one job per shard of a split. Excluded samples are included."""
-    table = pa.concat_tables(dataset.table(split).read(["offset", "size", "xxh128"]))
-    offsets, sizes = (table[name].to_numpy() for name in ("offset", "size"))
-    hashes = hash_column(table["xxh128"])
-    # Another range is another picture of the same shard.
-    shown = "" if dataset.pixels == RGB8 else f"-{content_hash(repr(dataset.pixels).encode()).hex()[:8]}"
-    first_row = 0
-    for shard in dataset.shards():
-        if shard.split != split:
-            continue
-        end = first_row + shard.samples
-        # A tar that is indexed again may have other rows; a tar of launch/shard.py has the same for good.
-        is_indexed = dataset.info["source"].get("indexed")
-        rows = f"-{content_hash(offsets[first_row:end].tobytes()).hex()[:8]}" if is_indexed else ""
-        yield ThumbnailJob(
-            tar=str(dataset.shard_path(shard.name)),
-            out=str(folder / f"{shard.sha256 or f'{dataset.fingerprint}-{shard.name}'}{rows}{shown}.{_FORMAT}.npz"),
-            first_row=first_row,
-            offsets=offsets[first_row:end],
-            sizes=sizes[first_row:end],
-            hashes=hashes[first_row:end],
-            pixels=dataset.pixels,
-        )
-        first_row = end
 
 
 def make_thumbnails(job: ThumbnailJob) -> None:
@@ -106,7 +83,9 @@ def make_thumbnails(job: ThumbnailJob) -> None:
     refuse_unseen(to_path(job.tar))
     with lost_if_unreadable(job.tar), fetched(to_path(job.tar)) as file:
         for i, (offset, size) in enumerate(zip(job.offsets.tolist(), job.sizes.tolist(), strict=True)):
-            data = _read(file, job.tar, offset, size)
+            data = read_at(file, offset, size)
+            if len(data) != size:
+                raise UserError(f"{job.tar} ends before byte {offset + size}. Copy it again, or shard again.")
             digest = content_hash(data)
             hashes[i] = np.frombuffer(digest, np.uint8)
             if job.hashes[i].tobytes() not in (digest, _NO_HASH):
@@ -130,18 +109,10 @@ def read_image(tar: str, offset: int, size: int, pixels: Pixels) -> np.ndarray:
     """
     refuse_unseen(to_path(tar))
     try:
-        with lost_if_unreadable(tar), to_path(tar).open("rb", buffering=0) as file:
-            return picture(_read(file, tar, offset, size), pixels)
-    except DecodeError as error:
+        with Reader() as reader:
+            return picture(reader.read(tar, offset, size, packed=0), pixels)
+    except ValueError as error:
         raise UserError(f"{tar} was changed while its images were compared: {error}. Shard again.") from None
-
-
-def _read(file: BinaryIO, tar: str, offset: int, size: int) -> bytes:
-    file.seek(offset)
-    data = file.read(size)
-    if len(data) != size:
-        raise UserError(f"{tar} ends before byte {offset + size}. Copy it again, or shard again.")
-    return data
 
 
 def read_arrays(path: str, *names: str) -> dict[str, np.ndarray]:
@@ -178,12 +149,45 @@ class ComparedSplit:
         return read_thumbnail(job.tar, int(job.offsets[at]), int(job.sizes[at]), side, job.pixels)
 
 
+def located(counts: Iterable[int], rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(number of the part, row in it) of rows that are counted over all parts. counts: of rows, of each part."""
+    starts = np.cumsum([0, *counts])
+    of_part = np.searchsorted(starts, rows, side="right") - 1
+    return of_part, rows - starts[of_part]
+
+
 def compared_split(dataset: Dataset, split: str, folder: AnyPath) -> ComparedSplit:
-    """folder: of the thumbnails. Raises UserError for a split without images, and values that were not measured."""
+    """A split, with a job for each of its shards. Excluded samples are included. folder: of the thumbnails. Raises
+    UserError for a split without images, and values that were not measured.
+    """
     if not dataset.info["samples"].get(split, 0):
         raise UserError(dataset.without_split(split))
     dataset.refuse_unmeasured()
-    return ComparedSplit(dataset, split, list(jobs(dataset, split, folder)), f"{dataset.path.name}:{split}")
+    table = dataset.table(split).read_all(["offset", "size", "xxh128"])
+    offsets, sizes = (table[name].to_numpy() for name in ("offset", "size"))
+    hashes = hash_column(table["xxh128"])
+    # Another range is another picture of the same shard.
+    shown = "" if dataset.pixels == RGB8 else f"-{content_hash(repr(dataset.pixels).encode()).hex()[:8]}"
+    first_row, jobs = 0, []
+    for shard in dataset.shards():
+        if shard.split != split:
+            continue
+        end = first_row + shard.samples
+        # A tar that is indexed again may have other rows; a tar of launch/shard.py has the same for good.
+        is_indexed = dataset.info["source"].get("indexed")
+        rows = f"-{content_hash(offsets[first_row:end].tobytes()).hex()[:8]}" if is_indexed else ""
+        job = ThumbnailJob(
+            tar=str(dataset.shard_path(shard.name)),
+            out=str(folder / f"{shard.sha256 or f'{dataset.fingerprint}-{shard.name}'}{rows}{shown}.{_FORMAT}.npz"),
+            first_row=first_row,
+            offsets=offsets[first_row:end],
+            sizes=sizes[first_row:end],
+            hashes=hashes[first_row:end],
+            pixels=dataset.pixels,
+        )
+        jobs.append(job)
+        first_row = end
+    return ComparedSplit(dataset, split, jobs, f"{dataset.path.name}:{split}")
 
 
 def read_images(parts: Sequence[ComparedSplit], config: DedupConfig) -> list[np.ndarray]:

@@ -14,22 +14,20 @@ import hashlib
 from collections.abc import Iterator
 
 import numpy as np
-import pyarrow as pa
 
 from data_tools.dedup import search_shard
-from data_tools.dedup.search_shard import BlockJob, Pairs, SearchJob, digests, read_pairs, write_images
+from data_tools.dedup.search_shard import ImagesJob, Pairs, SearchJob, read_pairs, write_images
 from data_tools.dedup.thumbnails import (
     FINE,
-    FOLDER,
     PLAIN,
-    SEARCH,
     ComparedSplit,
     read_arrays,
     run_tasks,
     unfinished,
 )
+from data_tools.sharding.copies import first_halves
 from pipeline.base.words import counted
-from pipeline.data.storage.bucket import AnyPath, make_folder, to_path
+from pipeline.data.storage.bucket import AnyPath
 from pipeline.settings.commands.data import DedupConfig
 
 # Images of a block: its index takes 0.2 GiB in each worker. A kill loses the comparisons within one block.
@@ -43,13 +41,13 @@ def search(own: ComparedSplit, states: np.ndarray, elsewhere: np.ndarray, config
     """
     usable = (states == FINE) | (states == PLAIN)
     usable[elsewhere] = False
-    table = pa.concat_tables(own.dataset.table(own.split).read(["width", "height", "size"]))
+    table = own.dataset.table(own.split).read_all(["width", "height", "size"])
     # Pixels of 0 are unknown.
     width, height, size = (table[name].fill_null(0).to_numpy().astype(np.int64) for name in table.column_names)
     order = np.lexsort((-size, -width * height))
     order = order[usable[order]]
     # Equal files first, plain ones too: they need no comparison.
-    of_files = digests(np.concatenate([read_arrays(job.out, "hashes")["hashes"] for job in own.jobs]))
+    of_files = first_halves(np.concatenate([read_arrays(job.out, "hashes")["hashes"] for job in own.jobs]))
     _, first, inverse = np.unique(of_files[order], return_index=True, return_inverse=True)
     file = np.full(len(own), -1)
     file[order] = order[first[inverse]]
@@ -64,11 +62,8 @@ def _compare(own: ComparedSplit, left: np.ndarray, config: DedupConfig) -> Itera
     """Yields the copies among the images left (rows, the largest first), each once, with the nearest of the kept ones
     of one block.
     """
-    names = [f"{job.tar} {to_path(job.out).name}" for job in own.jobs]
-    choice = "\n".join([str(search_shard.FORMAT), str(_BLOCK), str(config.max_distance), *names]).encode()
-    name = f"within-{hashlib.sha256(choice + left.tobytes()).hexdigest()[:16]}"
-    folder = own.dataset.path / FOLDER / SEARCH / name
-    make_folder(folder)
+    names = [job.name for job in own.jobs]
+    folder = search_shard.results_folder(own, "within-", [_BLOCK, config.max_distance, *names], left.tobytes())
     starts = [job.first_row for job in own.jobs]
     number = 0
     while len(left):
@@ -102,7 +97,7 @@ def _compare_block(own: ComparedSplit, block: np.ndarray, folder: AnyPath, numbe
     """The copies among the images of a block."""
     images = folder / f"{number}-images.npz"
     amount = len(block), int(np.concatenate([job.sizes for job in own.jobs])[block].sum())
-    job = BlockJob(str(images), config.max_distance, str(folder / f"{number}.npz"), amount)
+    job = ImagesJob(str(images), str(folder / f"{number}.npz"), amount, config.max_distance)
     if unfinished([job], folder):
         write_images(own.jobs, images, block)
         run_tasks(search_shard.compare_block, [job], "compared", own, config)

@@ -137,7 +137,7 @@ def value_jobs(dataset: Dataset, split: str, num_images: int, parts: AnyPath) ->
     counts.
     """
     pixels, shards = dataset.pixels, [shard for shard in dataset.shards() if shard.split == split]
-    rows = pa.concat_tables(dataset.table(split).read(["offset", "size"]))
+    rows = dataset.table(split).read_all(["offset", "size"])
     chosen = np.delete(np.arange(len(rows)), excluded_rows(dataset, split, "all")[0])
     if 0 < num_images < len(chosen):
         chosen = chosen[np.arange(num_images) * len(chosen) // num_images]

@@ -24,14 +24,12 @@ class PublishedFile:
 
 @dataclass(frozen=True)
 class PoolSlice:
-    """The part of a pool (a split of tensorflow_datasets) that begins at `percent` of it, in the order of the hash."""
+    """The part of a pool (a split of tensorflow_datasets) that begins at `percent` of it, rounded down, in the order of
+    the hash.
+    """
 
     pool: str
     percent: int = 0
-
-    def start(self, num_samples: int) -> int:
-        """Position of the first sample in a pool of num_samples."""
-        return self.percent * num_samples // 100
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """Finds and reads the published files of a task."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from data_tools.sharding.shard import resolve
+from data_tools.sources.layouts.archive import damage_named
 from data_tools.vtab.datasets import DATASETS, UNREADABLE
-from data_tools.vtab.readers import arrays, image_files, tfrecords
+from data_tools.vtab.readers import by_dataset
 from data_tools.vtab.readers.files import DatasetFiles, Original, sources_of
 from data_tools.vtab.readers.labels import NAMES
 from pipeline.base.errors import UserError
@@ -13,28 +14,6 @@ from pipeline.base.words import counted
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.experiment.vtab_tasks import Task
 from pipeline.settings.commands.data import VtabPrepareConfig
-
-_READERS: dict[str, Callable[[DatasetFiles, Task], Original]] = {
-    reader.__name__: reader
-    for reader in (
-        image_files.caltech101,
-        arrays.cifar100,
-        image_files.dtd,
-        image_files.flowers102,
-        image_files.pets,
-        image_files.sun397,
-        arrays.svhn,
-        arrays.patch_camelyon,
-        image_files.eurosat,
-        image_files.resisc45,
-        image_files.retinopathy,
-        image_files.clevr,
-        tfrecords.dmlab,
-        image_files.kitti,
-        arrays.dsprites,
-        arrays.smallnorb,
-    )
-}
 
 
 class MissingError(UserError):
@@ -55,22 +34,16 @@ def read_original(task: Task, folder: AnyPath, staging: AnyPath, published: bool
 
     published: whether other checksums and numbers of images than the published ones raise UserError.
     """
-    try:
+    with damage_named(folder, Exception):  # Of any kind, if a file differs from the published one.
         files = DatasetFiles(DATASETS[task.dataset], folder, staging, published)
-        original = _READERS[task.dataset](files, task)
-    except (UserError, OSError):
-        raise
-    except Exception as error:  # Of any kind, if a file differs from the published one.
-        raise UserError(
-            f"{folder}: its files differ from the published ones ({type(error).__name__}: {error})."
-        ) from error
+        original: Original = getattr(by_dataset, task.dataset)(files, task)
     classes = NAMES.get(task.name) or original.classes or [str(label) for label in range(task.num_classes)]
     notes = [*original.notes]
     if not published:
         notes.append("published=false: checksums and numbers of images were not compared")
-    elif files.unchecked:
-        notes.append(f"without a published checksum, or unpacked: {', '.join(files.unchecked)}")
-    if published:
+    else:
+        if files.unchecked:
+            notes.append(f"without a published checksum, or unpacked: {', '.join(files.unchecked)}")
         for problem in wrong_counts(task.dataset, {name: pool.keys for name, pool in original.pools.items()}):
             raise UserError(
                 f"{folder} {problem}. Is a file missing? (published=false uses the files as they are; the scores"

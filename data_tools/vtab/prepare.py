@@ -18,9 +18,8 @@ from data_tools.sources.images import png
 from data_tools.sources.listing import Collector, Listing
 from data_tools.vtab.datasets import DATASETS
 from data_tools.vtab.origin import MissingError, find_originals, read_original
-from data_tools.vtab.prove import KEYS_FILE, digest, key_table, prove, read_about
-from data_tools.vtab.readers.convert import as_stored
-from data_tools.vtab.readers.files import FileLocation, Original, Pool
+from data_tools.vtab.prove import KEYS_FILE, digest, key_table, prove
+from data_tools.vtab.readers.files import FileLocation, Pool
 from data_tools.vtab.split import SPLITS, choose, shard_key
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
@@ -46,7 +45,7 @@ def run(config: VtabPrepareConfig) -> None:
     for task in tasks:
         try:
             out = shard.resolve("out", config.out) / task.name
-            about = read_about(open_dataset(out)) if (out / INFO).exists() else None
+            about = open_dataset(out).info["source"].get("vtab") if (out / INFO).exists() else None
             folder = find_originals(task, config)
             print(f"{task.title} ({task.name}):", flush=True)
             settings = ShardConfig(
@@ -87,20 +86,8 @@ def _tasks(names: list[str]) -> list[Task]:
 def _list(task: Task, published: bool, source: AnyPath, settings: ShardConfig, staging: AnyPath) -> Listing:
     """List the samples of a task; see `shard.Lister`."""
     original = read_original(task, source, staging, published)
-    listing = _listing(task, original, source, settings.splits, staging)
-    about = {
-        "task": task.name,
-        "published": published,
-        "notes": original.notes,
-        "keys_sha256": digest(listing.extra_tables[KEYS_FILE]),
-    }
-    # A missing test image would change the score.
-    return replace(listing, notes=[*listing.notes, *original.notes], about={"vtab": about}, needs_all=True)
-
-
-def _listing(task: Task, original: Original, source: AnyPath, splits: dict[str, str], staging: AnyPath) -> Listing:
     chosen = choose(DATASETS[task.dataset], {name: pool.keys for name, pool in original.pools.items()})
-    collector = Collector(source, splits, by_folders=False, classes=original.classes)
+    collector = Collector(source, settings.splits, by_folders=False, classes=original.classes)
     containers: dict[str, int] = {"": -1}
     for name, pool in original.pools.items():
         wanted = {split: pools[name].tolist() for split, pools in chosen.items() if name in pools}
@@ -116,9 +103,21 @@ def _listing(task: Task, original: Original, source: AnyPath, splits: dict[str, 
                     )
                 key, container = shard_key(name, pool.keys[row]), containers[place.archive]
                 collector.sample(split, key, [original.classes[label]], place.name, container, *place[2:])
-    table = key_table(original.pools)
-    convert = original.convert or as_stored
-    return replace(collector.finish(), convert=convert, extra_tables={KEYS_FILE: table})
+    table, listing = key_table(original.pools), collector.finish()
+    about = {
+        "task": task.name,
+        "published": published,
+        "notes": original.notes,
+        "keys_sha256": digest(table),
+    }
+    return replace(
+        listing,
+        notes=[*listing.notes, *original.notes],
+        about={"vtab": about},
+        convert=original.convert,
+        extra_tables={KEYS_FILE: table},
+        needs_all=True,  # A missing test image would change the score.
+    )
 
 
 def _places(pool: Pool, rows: list[int], staged: AnyPath) -> Mapping[int, FileLocation]:

@@ -21,7 +21,7 @@ from data_tools.vtab.origin import MissingError, find_originals, read_original, 
 from data_tools.vtab.readers.files import Pool
 from data_tools.vtab.split import choose, shard_key
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted
+from pipeline.base.words import counted, first_of
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
@@ -31,8 +31,7 @@ from pipeline.settings.commands.data import VtabPrepareConfig
 
 KEYS_FILE = "keys.parquet"
 # pool: a split of tensorflow_datasets. key: as hashed there (the key in shards is `split.shard_key` of it).
-KEYS = pa.schema([("pool", pa.string()), ("key", pa.string()), ("label", pa.int32())])
-_NAMED = 3
+KEYS = pa.schema([("pool", "string"), ("key", "string"), ("label", "int32")])
 
 
 def key_table(pools: Mapping[str, Pool]) -> pa.Table:
@@ -52,22 +51,17 @@ def read_keys(path: AnyPath) -> pa.Table:
 def by_pool(table: pa.Table) -> dict[str, dict[str, int]]:
     """Returns pool -> key -> label."""
     pools: dict[str, dict[str, int]] = {}
-    for pool, key, label in zip(*(table[name].to_pylist() for name in KEYS.names), strict=True):
-        pools.setdefault(pool, {})[key] = label
+    for row in table.to_pylist():
+        pools.setdefault(row["pool"], {})[row["key"]] = row["label"]
     return pools
 
 
 def digest(table: pa.Table) -> str:
     """Returns the hex SHA-256 of the content of a table of keys."""
     found = hashlib.sha256()
-    for pool, key, label in zip(*(table[name].to_pylist() for name in KEYS.names), strict=True):
-        found.update(f"{pool}\t{key}\t{label}\n".encode())
+    for row in table.to_pylist():
+        found.update(f"{row['pool']}\t{row['key']}\t{row['label']}\n".encode())
     return found.hexdigest()
-
-
-def read_about(dataset: Dataset) -> dict[str, Any] | None:
-    """Returns the entry of `prepare.py` in dataset.json, None for other data sets."""
-    return dataset.info["source"].get("vtab")
 
 
 def prove(tasks: list[Task], config: VtabPrepareConfig) -> None:
@@ -87,8 +81,14 @@ def prove(tasks: list[Task], config: VtabPrepareConfig) -> None:
         try:
             dataset = open_dataset(out / task.name)
             problems.extend(_problems(task, dataset))
-            if not problems:
-                again = _read_again(task, dataset, config, problems)
+            if config.originals and not problems:
+                try:
+                    folder = find_originals(task, config)
+                except MissingError:
+                    again = "; keys and labels not read again (no originals)"
+                else:
+                    again = f"; keys and labels read again from {folder}"
+                    problems.extend(_changes(task, folder, dataset))
         except StorageError:
             raise
         except UserError as error:  # Such as that its dataset.json is damaged.
@@ -109,7 +109,7 @@ def prove(tasks: list[Task], config: VtabPrepareConfig) -> None:
 
 def _problems(task: Task, dataset: Dataset) -> Iterator[str]:
     """Yields a description of each problem of the data set's splits."""
-    about = read_about(dataset)
+    about = dataset.info["source"].get("vtab")
     if about is None or about["task"] != task.name:
         yield f"it was not made as {task.name} by launch/vtab_prepare.py"
         return
@@ -129,51 +129,29 @@ def _problems(task: Task, dataset: Dataset) -> Iterator[str]:
     hashes = {}
     for split, rows in choose(DATASETS[task.dataset], keys).items():
         expected = {
-            shard_key(name, key): pools[name][key]
+            shard_key(name, key): [pools[name][key]]
             for name, of_pool in rows.items()
             for key in map(keys[name].__getitem__, of_pool.tolist())
         }
-        found, hashes[split] = _rows(dataset, split)
-        yield from differences(split, expected, found)
+        found = dataset.table(split).read_all(["key", "labels", "xxh128"]).to_pylist()
+        hashes[split] = {row["key"]: row["xxh128"] for row in found}
+        yield from _differences(split, expected, {row["key"]: row["labels"] for row in found})
     if hashes["train800"] | hashes["val200"] != hashes["train800val200"]:
         yield "train800val200 has other images than train800 and val200"
 
 
-def _rows(dataset: Dataset, split: str) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Returns (key -> label, key -> hash of the image); empty for a missing split. Several labels remain a list."""
-    found, hashes = {}, {}
-    if split in dataset.splits:
-        for table in dataset.table(split).read(["key", "labels", "xxh128"]):
-            for row in table.to_pylist():
-                found[row["key"]] = row["labels"][0] if len(row["labels"]) == 1 else row["labels"]
-                hashes[row["key"]] = row["xxh128"]
-    return found, hashes
-
-
-def _read_again(task: Task, dataset: Dataset, config: VtabPrepareConfig, problems: list[str]) -> str:
-    """Compare with the original files, if they exist. Returns a note on it; appends to problems."""
-    about = read_about(dataset)
-    assert about is not None, "_problems has checked it"
-    if not config.originals:
-        return ""
-    try:
-        folder = find_originals(task, config)
-    except MissingError:
-        return "; keys and labels not read again (no originals)"
+def _changes(task: Task, folder: AnyPath, dataset: Dataset) -> Iterator[str]:
+    """Yields a description of each difference between the keys and labels of the original files and those of
+    keys.parquet.
+    """
     with tempfile.TemporaryDirectory() as staging:  # For what has to be unpacked.
-        original = read_original(task, folder, Path(staging), about["published"])
-    problems += changes(key_table(original.pools), read_keys(dataset.path / KEYS_FILE))
-    return f"; keys and labels read again from {folder}"
-
-
-def changes(now: pa.Table, kept: pa.Table) -> Iterator[str]:
-    """Yields a description of each difference between the keys and labels of a source and those of keys.parquet."""
-    of_source, of_file = by_pool(now), by_pool(kept)
+        original = read_original(task, folder, Path(staging), dataset.info["source"]["vtab"]["published"])
+    of_source, of_file = by_pool(key_table(original.pools)), by_pool(read_keys(dataset.path / KEYS_FILE))
     for name in sorted(of_source.keys() | of_file.keys()):
-        yield from differences(f"{KEYS_FILE}, pool {name!r},", of_source.get(name, {}), of_file.get(name, {}))
+        yield from _differences(f"{KEYS_FILE}, pool {name!r},", of_source.get(name, {}), of_file.get(name, {}))
 
 
-def differences(where: str, expected: Mapping[str, int], found: Mapping[str, Any]) -> Iterator[str]:
+def _differences(where: str, expected: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
     """Yields a description of each kind of difference between two mappings of keys to labels."""
     others = [key for key in expected.keys() & found.keys() if expected[key] != found[key]]
     for what, keys in (
@@ -182,5 +160,4 @@ def differences(where: str, expected: Mapping[str, int], found: Mapping[str, Any
         ("has with another label", others),
     ):
         if keys:
-            some = sorted(keys)[:_NAMED]
-            yield f"{where} {what} {len(keys):,}: {', '.join(some)}{', ...' if len(keys) > _NAMED else ''}"
+            yield f"{where} {what} {len(keys):,}: {first_of(sorted(keys), 3)}"

@@ -43,7 +43,7 @@ def choose(dataset: DataSet, pools: Mapping[str, Sequence[str]]) -> dict[str, Ro
     ends: dict[str, int] = {}
     for split, (part, count) in slices.items():
         keys = pools.get(part.pool, ())
-        start = part.start(len(keys))
+        start = part.percent * len(keys) // 100
         end = start + count if count else len(keys)
         if not ends.get(part.pool, 0) <= start < end <= len(keys) == len(set(keys)):
             raise UserError(

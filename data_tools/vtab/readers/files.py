@@ -16,6 +16,7 @@ from data_tools.progress import reading
 from data_tools.sources import Reader
 from data_tools.sources.layouts import archive
 from data_tools.vtab.datasets import DataSet, PublishedFile
+from data_tools.vtab.readers.convert import as_stored
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.cluster.ray_tasks import LostError
@@ -68,7 +69,7 @@ class Original:
     pools: dict[str, Pool]
     classes: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    convert: Callable[[bytes], bytes] | None = None
+    convert: Callable[[bytes], bytes] = as_stored
 
 
 class DatasetFiles:
@@ -81,15 +82,17 @@ class DatasetFiles:
     def __init__(self, dataset: DataSet, folder: AnyPath, staging: AnyPath, check: bool) -> None:
         self.dataset, self.folder, self._staging = dataset, folder, staging
         own = {name: (path, size) for path, size, _ in walk_files(folder) if (name := name_inside(path, folder))}
-        for file in dataset.files:
-            if check and file.name in own:
-                _check(own[file.name][0], file)
         self.unchecked = [file.name for file in dataset.files if not file.sha256 or file.name not in own]
         self._places: dict[str, FileLocation] = {}
-        for name in (file.name for file in dataset.files):
-            if name in own and name.endswith(_ARCHIVES):
-                with archive.damage_named(own[name][0], Exception):
-                    for place in self._members(own[name][0]):
+        for file in dataset.files:
+            if file.name not in own:
+                continue
+            path, _ = own[file.name]
+            if check:
+                _check(path, file)
+            if file.name.endswith(_ARCHIVES):
+                with archive.damage_named(path, Exception):
+                    for place in self._members(path):
                         self._places.setdefault(place.name, place)
         for name, (_, size) in own.items():
             self._places.setdefault(name, FileLocation(name, "", 0, size))

@@ -1,11 +1,11 @@
 """Labels that VTAB derives from the annotations of its structured data sets (google-research/task_adaptation,
-data/*.py).
+data/*.py): a rule for each task, which bears its name. It takes the annotations of an image, or, of dSprites, of all
+images.
 
 Distances are compared as float32, as tensorflow_datasets stores them.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,7 +15,6 @@ NAMES = {
     "clevr_distance": ["0-8", "8-8.5", "8.5-9", "9-9.5", "9.5-10", "10-100"],
     "kitti_distance": ["0-8 m", "8-20 m", "20-999 m", "none"],
     "dsprites_location": [f"x {first}-{first + 1}" for first in range(0, 32, 2)],
-    "dsprites_orientation": [str(number) for number in range(16)],
     "smallnorb_azimuth": [f"{degrees} degrees" for degrees in range(0, 360, 20)],
     "smallnorb_elevation": [f"{degrees} degrees" for degrees in range(30, 75, 5)],
 }
@@ -50,15 +49,8 @@ def dsprites_location(x_position: np.ndarray) -> np.ndarray:
 
 def dsprites_orientation(orientation: np.ndarray) -> np.ndarray:
     """40 orientations, alternately three and two per label."""
-    return np.floor(orientation / 2.5).astype(np.int64)
-
-
-# Task -> its label from the annotations of an image (or, of dSprites, of all images).
-RULES: dict[str, Callable[[Any], Any]] = {
-    rule.__name__: rule
-    for rule in (clevr_count, clevr_distance, kitti_distance, dsprites_location, dsprites_orientation)
-}
+    return (orientation // 2.5).astype(np.int64)
 
 
 def _bin(distance: float, lower_ends: np.ndarray) -> int:
-    return int(np.searchsorted(lower_ends, np.float32(distance), side="left")) - 1
+    return int(lower_ends.searchsorted(np.float32(distance))) - 1

@@ -1,4 +1,4 @@
-"""Reads DMLab, which is published as TFRecord files of tf.train.Example, without TensorFlow.
+"""Reads TFRecord files of tf.train.Example, as which DMLab is published, without TensorFlow.
 
 A file is a sequence of records: length (u64), masked CRC-32C of the length, data, masked CRC-32C of the data, all
 little-endian. An Example is a protocol buffer: a map from names to lists of bytes, floats or int64s.
@@ -8,34 +8,10 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
-import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
 from google_crc32c import value as crc32c
 
-from data_tools.vtab.readers.files import DatasetFiles, FileLocation, Original, Pool
 from pipeline.base.errors import UserError
-from pipeline.data.storage.bucket import to_path
-from pipeline.experiment.vtab_tasks import Task
-
-
-def dmlab(files: DatasetFiles, task: Task) -> Original:
-    """dmlab-{train,validation,test}.tfrecord*: image (JPEG), filename (the key), label. Read inside the tar."""
-    pools = {}
-    for pool in ("train", "validation", "test"):
-        keys, labels, images = [], [], []
-        for shard in sorted(files.matching(f"dmlab-{pool}.tfrecord*")):
-            path = to_path(shard.archive) if shard.archive else files.folder / shard.name
-            with path.open("rb") as file:
-                found = records(file, shard.offset, shard.offset + shard.size, f"{path.parent / shard.name}")
-                for number, (offset, data) in enumerate(found):
-                    (image,), (key,), (label,) = map(features(data).__getitem__, ("image", "filename", "label"))
-                    keys.append(key.decode())
-                    labels.append(label)
-                    place = offset + data.find(image), len(image)
-                    images.append(FileLocation(f"{shard.name}, record {number}", str(path), *place))
-        pools[pool] = Pool(keys, np.array(labels, np.int64), images)
-    return Original(pools)
-
 
 _MASK_DELTA = 0xA282EAD8
 # tensorflow/core/example/{example,feature}.proto

@@ -44,8 +44,11 @@ _BATCH = 2**18
 
 
 def write_list(dataset: "Dataset", name: str, samples: pa.Table) -> AnyPath:
-    """Write or replace the list `name` of a data set; samples: EXCLUDED. An empty list says that none were found."""
-    table = samples.select(EXCLUDED.names).cast(EXCLUDED).sort_by([("split", "ascending"), ("row", "ascending")])
+    """Write or replace the list `name` of a data set; samples: EXCLUDED, of which the first of each sample counts. An
+    empty list says that none were found.
+    """
+    found = samples.group_by(["split", "row"], use_threads=False).aggregate([("key", "first"), ("reason", "first")])
+    table = found.rename_columns(EXCLUDED.names).cast(EXCLUDED).sort_by([("split", "ascending"), ("row", "ascending")])
     for split in table["split"].unique().to_pylist():
         of_split = table.filter(pc.equal(table["split"], split))
         found = dataset.table(split).keys(of_split["row"].to_numpy())

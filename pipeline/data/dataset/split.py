@@ -46,6 +46,10 @@ class SampleTable:
         for group in self._row_groups:
             yield self.file.read_row_group(group, columns=columns)
 
+    def read_all(self, columns: list[str]) -> pa.Table:
+        """These columns of all rows, in chunks."""
+        return pa.concat_tables(self.read(columns))
+
     def rows(self, rows: Sequence[int] | np.ndarray, columns: list[str]) -> pa.Table:
         """These columns of these rows, in their order. Reads only the row groups that hold them."""
         rows = np.asarray(rows, np.int64)

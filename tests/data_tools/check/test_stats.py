@@ -17,7 +17,7 @@ from ranks import ROOT
 from raw_images import encoded, settings, write_folder
 from tiny import make_dataset
 
-from data_tools.check import contact_sheet, stats
+from data_tools.check import figures, stats
 from data_tools.sharding import shard
 from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, open_dataset, write_dataset
 from pipeline.settings.commands.data import StatsConfig
@@ -78,7 +78,7 @@ def test_a_data_set_without_labels(tmp_path: Path) -> None:
     assert found["splits"]["train"]["labels_per_sample"] == {"0": 5}
     with Image.open(tmp_path / "out" / "contact_sheet.png") as sheet, Image.open(tmp_path / "out/histograms.png"):
         assert sheet.width > 4 * 168
-    assert len(contact_sheet._choose(data, np.empty(0, np.int64), 4)) == 4
+    assert len(figures._choose(data, np.empty(0, np.int64), 4)) == 4
     # A class list whose classes no sample has.
     found = run(synthetic(tmp_path / "other", [[[], []]], 2).path, tmp_path / "other-out", sheet=2)
     assert found["splits"]["train"]["images_of_a_class"]["none"] == 2
@@ -95,13 +95,13 @@ def test_the_contact_sheet_shows_every_class_and_survives_damage(tmp_path: Path,
         for number in range(9):
             files[f"{name}/{number}.png"] = encoded(Image.new("RGB", (40, 20 + number), colour), "PNG")
     dataset = shard.run(settings(write_folder(files, tmp_path / "raw"), tmp_path / "data", samples_per_shard=40))
-    sheet = contact_sheet.draw_sheet(dataset, 12, np.array([9, 9, 9]))
-    assert sheet == contact_sheet.draw_sheet(dataset, 12, np.array([9, 9, 9]))
+    sheet = figures.draw_sheet(dataset, 12, np.array([9, 9, 9]))
+    assert sheet == figures.draw_sheet(dataset, 12, np.array([9, 9, 9]))
     for colour in shades.values():
         # Four tiles, at least half as high as they are wide.
         assert (colours(sheet) == colour).all(1).sum() > 4 * 168 * 80
     (dataset.path / "train-000000.tar").unlink()
-    damaged = contact_sheet.draw_sheet(dataset, 12, np.array([9, 9, 9]))
+    damaged = figures.draw_sheet(dataset, 12, np.array([9, 9, 9]))
     assert not (colours(damaged) == shades["red"]).all(1).any()
     widths = {Image.open(io.BytesIO(png)).width for png in (sheet, damaged)}
     assert len(widths) == 1, "as many tiles in a row"

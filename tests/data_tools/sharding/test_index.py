@@ -12,7 +12,7 @@ from heic_files import HEIC
 from raw_images import contents, encoded, jpeg, noise, write_tar
 
 from data_tools.check import verify
-from data_tools.dedup.thumbnails import jobs
+from data_tools.dedup.thumbnails import compared_split
 from data_tools.sharding.index import IndexJob, index_tar, run
 from data_tools.sharding.write_shard import read_rows
 from pipeline.base.errors import UserError
@@ -190,7 +190,7 @@ def test_lists_of_excluded_samples_are_refused_after_indexing_other_rows(ray_clu
     write_tar(members, source / "train-0.tar")
     settings = {"splits": {"train": ""}, "max_bad_share": 0.5}
     first = run(config(source, inspect="header", **settings))
-    places = [job.out for job in jobs(first, "train", tmp_path)]
+    places = [job.out for job in compared_split(first, "train", tmp_path).jobs]
     columns = {"split": ["train"], "row": [4], "key": ["4"], "reason": ["x"]}
     write_list(first, "mine", pa.table(columns, EXCLUDED))
     assert len(first.split("train")) == 5
@@ -198,7 +198,7 @@ def test_lists_of_excluded_samples_are_refused_after_indexing_other_rows(ray_clu
     (source / "dataset.json").unlink()
     second = run(config(source, inspect="decode", **settings))
     assert (second.fingerprint, second.info["samples"]) == (first.fingerprint, {"train": 5})
-    assert [job.out for job in jobs(second, "train", tmp_path)] != places
+    assert [job.out for job in compared_split(second, "train", tmp_path).jobs] != places
     with pytest.raises(UserError, match=r"mine\.parquet"):
         second.split("train")
     assert len(second.split("train", "none")) == 5

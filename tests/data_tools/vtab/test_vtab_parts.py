@@ -61,7 +61,7 @@ def test_the_table_of_tasks() -> None:
     for task in TASKS:
         test = DATASETS[task.dataset].test
         size = DATASETS[task.dataset].counts[test.pool]
-        assert task.num_test == size - test.start(size)
+        assert task.num_test == size - test.percent * size // 100
 
 
 @pytest.mark.parametrize(
