@@ -17,7 +17,6 @@ from PIL import Image
 
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.data.images.formats import CODESTREAM, JPEG, check_boxes, format_of, open_image, type_and_colours_of_boxes
-from pipeline.data.images.profile import has_other_colours
 from pipeline.data.images.stored import (
     DESCRIPTION,
     MAX_PIXELS,
@@ -27,6 +26,7 @@ from pipeline.data.images.stored import (
     Page,
     StoredImage,
     described_channels,
+    has_other_colours,
     reason,
     upright,
 )
