@@ -43,8 +43,6 @@ from pipeline.data.storage.parquet import REMEDY, SingleThreaded, open_parquet, 
 from pipeline.data.storage.tars import TarsToCheck, refuse_problems
 from pipeline.settings.quantities import Limit
 
-__all__ = ["SAMPLES_FILE", "Dataset", "Shard", "Split", "open_dataset", "write_dataset"]
-
 FORMAT = "vit-dataset/3"
 INFO, SHARDS_FILE, CHUNKS_FILE = "dataset.json", "shards.parquet", "samples.chunks"
 CHECKSUM = "checksum"

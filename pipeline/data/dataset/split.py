@@ -165,7 +165,7 @@ class Split:
 
     def notes(self) -> list[str]:
         """Lines to print about how this split was opened; often none."""
-        lines = [self.index.note] if self.index.note else []
+        lines = []
         # Counted only where that needs no pass over all samples. With several labels, none is a label like any other.
         if self.max_labels == 1 and (bare := len(self.index) - len(self.index.labels)):
             lines.append(f"{self.name}: {bare:,} of {counted(len(self.index), 'sample')} have no label")
