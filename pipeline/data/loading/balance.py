@@ -251,13 +251,6 @@ class ClassBalance:
             return self._fractions + offsets[:, None] < offsets[:, None]
 
 
-def balance_of(split: Split, power: float, seed: int) -> ClassBalance | None:
-    """The balance of a split; None if power is 1 or no sample has a label: it would change nothing."""
-    if power == 1 or not split.max_labels:
-        return None
-    return ClassBalance(FirstLabels(split), split.shard_starts, power, seed)
-
-
 def _exact_places(sizes: np.ndarray, power: float) -> tuple[np.ndarray, np.ndarray]:
     """(wholes, fractions) of the sums of exact places: int64 (classes,), differences of their floors; uint64 (classes +
     1,), in 2**-64.
