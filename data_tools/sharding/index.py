@@ -47,7 +47,7 @@ from pipeline.data.dataset.manifest import (
     write_dataset,
 )
 from pipeline.data.images.stored import StoredImage, describe_left_out
-from pipeline.data.loading.decode import check_end, inspect, left_out, stored_image
+from pipeline.data.loading.decode import check_end, decode, inspect, left_out, stored_image
 from pipeline.data.storage.bucket import (
     AnyPath,
     BucketPath,
@@ -184,8 +184,10 @@ def index_tar(job: IndexJob) -> Done:
                     raise ValueError(fault)
                 refuse_large(sample.size)
                 data = read_at(file, sample.offset, sample.size)
-                header = inspect(data, job.whole, job.pixels)
-                if not job.whole:
+                header = inspect(data)
+                if job.whole:
+                    decode(data, pixels=job.pixels)
+                else:
                     check_end(data, header.ext)
                 unread.update(left_out(header, job.pixels))
             except ValueError as error:

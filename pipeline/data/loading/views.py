@@ -161,7 +161,7 @@ def noting_left_out(writer: ViewWriter, noted: dict[int, set[str]]) -> ViewWrite
 
     def write(data: bytes, outs: Sequence[np.ndarray], epoch: int, row: int) -> None:
         writer.write(data, outs, epoch, row)
-        noted[row] = left_out(inspect(data, decode_all=False), writer.pixels)
+        noted[row] = left_out(inspect(data), writer.pixels)
 
     return replace(writer, write=write)
 
