@@ -17,10 +17,9 @@ from pipeline.cluster.status_files import SETTINGS_FILE, read_settings
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
 from pipeline.data.loading.order import Order, batch_of_step, batches_before
-from pipeline.data.mixture.facts import MIXTURE, mixed_until, mixture_facts
 from pipeline.data.mixture.order import train_order
 from pipeline.data.mixture.run_data import open_run_data
-from pipeline.data.mixture.split import MixedSplit
+from pipeline.data.mixture.split import MIXTURE, MixedSplit, mixed_until, mixture_facts
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import to_path
 from pipeline.process.committed import checkpoints_of, read_checksums

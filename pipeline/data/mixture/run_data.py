@@ -319,8 +319,7 @@ def _bring_together(sets: Sequence[Part], labels: Labels) -> tuple[Dataset, list
             together.append(replace(one, split=one.split.without_labels()))
             continue
         numbers = np.array([places[name] for name in one.dataset.classes], np.int32)
-        is_same = np.array_equal(numbers, np.arange(len(numbers)))
-        together.append(one if is_same else replace(one, label_map=numbers))
+        together.append(replace(one, label_map=numbers))
         alone = [name for name in one.dataset.classes if having[name] == 1]
         if alone and len(joined) > 1:
             notes.append(
