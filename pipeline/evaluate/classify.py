@@ -212,8 +212,8 @@ def in_groups(values: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.nd
 def label_table(split: Split) -> np.ndarray:
     """int64 (n, M), -1 where a sample has fewer than M labels (M is at least 1)."""
     table = np.full((len(split), max(1, split.max_labels)), -1, dtype=np.int64)
-    present = np.arange(table.shape[1]) < np.diff(split.label_offsets)[:, None]
-    table[present] = split.label_values[split.label_offsets[0] : split.label_offsets[-1]]
+    present = np.arange(table.shape[1]) < split.label_counts[:, None]
+    table[present] = split.label_values
     return table
 
 

@@ -22,8 +22,7 @@ _MAX_VALUES = 200_000_000
 
 def is_multilabel(split: Split, loss_kind: str) -> bool:
     """Whether images may have any number of labels: some have several, or, with sigmoid, some have none."""
-    num_labels = np.diff(split.label_offsets)
-    return split.max_labels > 1 or (loss_kind == "sigmoid" and bool((num_labels == 0).any()))
+    return split.max_labels > 1 or (loss_kind == "sigmoid" and bool((split.label_counts == 0).any()))
 
 
 def fits_memory(split: Split, num_classes: int) -> bool:

@@ -1,6 +1,10 @@
-"""One split of an open data set: the place and the labels of each sample that is not excluded."""
+"""One split of an open data set: the place and the labels of each sample that is not excluded.
+
+Samples may have groups: those that are alike although none is a copy, such as the images of a patient.
+"""
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,14 +15,36 @@ import pyarrow.parquet as pq
 
 from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted
 from pipeline.base.words import counted
-from pipeline.data.dataset.groups import GROUP
 from pipeline.data.dataset.mapped_index import ManifestIndex
 from pipeline.data.images.stored import describe_left_out
 from pipeline.data.storage.cache import Storage
 
 SAMPLES_FILE = "samples.parquet"
 NOTHING_EXCLUDED = "none"
+# The column of samples.parquet that names the group of each sample, if they have groups.
+GROUP = pa.field("group", pa.dictionary(pa.int32(), pa.string()))
+
+
+def group_finder(pattern: str) -> Callable[[Sequence[str]], list[str]]:
+    """Returns the function keys -> their groups, which raises UserError for a key without one."""
+    compiled = re.compile(pattern)
+
+    def find(keys: Sequence[str]) -> list[str]:
+        groups = []
+        for key in keys:
+            match = compiled.search(key)
+            group = match[min(1, compiled.groups)] if match else None
+            if not group:
+                raise UserError(
+                    f"group_pattern = {quoted(pattern)} finds no group in the key {key!r}. Extend it, or shard such"
+                    " images into a data set of their own."
+                )
+            groups.append(group)
+        return groups
+
+    return find
 
 
 @dataclass(frozen=True)
@@ -33,27 +59,21 @@ class SampleTable:
     def _opened(self) -> tuple[pq.ParquetFile, Sequence[int]]:
         return self.open()
 
-    @property
-    def file(self) -> pq.ParquetFile:
-        return self._opened[0]
-
-    @property
-    def _row_groups(self) -> Sequence[int]:
-        return self._opened[1]
-
     def read(self, columns: list[str]) -> Iterator[pa.Table]:
         """These columns of all rows, one row group at a time."""
-        for group in self._row_groups:
-            yield self.file.read_row_group(group, columns=columns)
+        file, row_groups = self._opened
+        for group in row_groups:
+            yield file.read_row_group(group, columns=columns)
 
     def rows(self, rows: Sequence[int] | np.ndarray, columns: list[str]) -> pa.Table:
         """These columns of these rows, in their order. Reads only the row groups that hold them."""
-        rows = np.asarray(rows, np.int64)
-        groups = np.searchsorted(self._starts, rows, side="right") - 1
-        tables = [self.file.schema_arrow.empty_table().select(columns)]
-        for group in np.flatnonzero(np.bincount(groups)).tolist():
-            table = self.file.read_row_group(self._row_groups[group], columns=columns)
-            tables.append(table.take(pa.array(rows[groups == group] - self._starts[group])))
+        rows, (file, row_groups) = np.asarray(rows, np.int64), self._opened
+        starts = np.cumsum([0] + [file.metadata.row_group(group).num_rows for group in row_groups])
+        groups = np.searchsorted(starts, rows, side="right") - 1
+        tables = [file.schema_arrow.empty_table().select(columns)]
+        for group in np.unique(groups).tolist():
+            table = file.read_row_group(row_groups[group], columns=columns)
+            tables.append(table.take(pa.array(rows[groups == group] - starts[group])))
         # Back from the order of the groups, in which the tables are, to that of the rows.
         return pa.concat_tables(tables).take(pa.array(np.argsort(np.argsort(groups, kind="stable"))))
 
@@ -64,15 +84,11 @@ class SampleTable:
 
     def groups(self) -> pa.DictionaryArray | None:
         """The group of each row; None if samples have no groups."""
-        if GROUP.name not in self.file.schema_arrow.names:
+        schema = self._opened[0].schema_arrow
+        if GROUP.name not in schema.names:
             return None
-        empty = self.file.schema_arrow.empty_table().select([GROUP.name])
+        empty = schema.empty_table().select([GROUP.name])
         return pa.concat_tables([empty, *self.read([GROUP.name])])[GROUP.name].unify_dictionaries().combine_chunks()
-
-    @cached_property
-    def _starts(self) -> np.ndarray:
-        """First row of each group, and the end of the last."""
-        return np.cumsum([0] + [self.file.metadata.row_group(group).num_rows for group in self._row_groups])
 
 
 @dataclass(frozen=True)
@@ -224,10 +240,9 @@ class Split:
         return self.index.hashes[self.manifest_rows(row)].tobytes() if len(self.index.hashes) else None
 
     @cached_property
-    def label_offsets(self) -> np.ndarray:
-        """(n + 1,) int64: sample i has label_values[label_offsets[i] : label_offsets[i + 1]]."""
-        counts = np.delete(np.diff(self.index.label_starts[:]), self.excluded_rows)
-        return np.concatenate([[0], np.cumsum(counts)])
+    def label_counts(self) -> np.ndarray:
+        """int64 (n,), how many of `label_values` each sample has."""
+        return np.delete(np.diff(self.index.label_starts[:]), self.excluded_rows)
 
     @cached_property
     def label_values(self) -> np.ndarray:

@@ -139,8 +139,8 @@ class BucketPath:
         return (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
 
     # ---------------------------------------------------------------- reading
-    def reader(self) -> "ObjectReader":
-        return ObjectReader(self)
+    def reader(self, expected: int | None = None) -> "ObjectReader":
+        return ObjectReader(self, expected)
 
     def open(self, mode: str = "rb", buffering: int = _READ_AHEAD) -> BinaryIO:
         """The object as a seekable file. buffering: bytes to read ahead, or 0. Raises FileNotFoundError."""
@@ -260,9 +260,14 @@ class RangeReader(io.RawIOBase):
 class ObjectReader(RangeReader):
     """Reads byte ranges of one object, safe to call from many threads; as a raw stream, for one."""
 
-    def __init__(self, path: BucketPath) -> None:
+    def __init__(self, path: BucketPath, expected: int | None = None) -> None:
+        """expected: its bytes by a manifest. Raises OSError if it has others."""
         self.path = path
         self._file: pa.NativeFile | None = None
+        if expected is not None and (size := self.size()) != expected:
+            raise OSError(
+                f"{path} has {counted(size, 'byte')}, but {expected:,} in the manifest: it was replaced or damaged."
+            )
 
     def size(self) -> int:
         """Bytes of the object, as of the first call. Raises FileNotFoundError."""

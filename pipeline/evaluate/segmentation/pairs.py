@@ -23,8 +23,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.dataset.groups import group_finder
-from pipeline.data.dataset.split import Split
+from pipeline.data.dataset.split import Split, group_finder
 from pipeline.data.loading.augment import MAX_ASPECT
 from pipeline.data.loading.decode import DecodeError, decode, is_image, with_pillow
 from pipeline.data.loading.shard_reader import ShardReader
