@@ -20,7 +20,7 @@ from pipeline.base.page import Block, PngImage, report
 from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
-from pipeline.data.loading.augment import default_eval_resize
+from pipeline.data.loading.views import default_eval_resize
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import to_path
 from pipeline.evaluate import architecture, mistakes, multilabel, render

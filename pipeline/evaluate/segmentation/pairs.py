@@ -24,10 +24,10 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
 from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.split import Split, group_finder
-from pipeline.data.loading.augment import MAX_ASPECT
 from pipeline.data.loading.decode import DecodeError, decode, is_image, with_pillow
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.values import model_values
+from pipeline.data.loading.views import MAX_ASPECT
 from pipeline.evaluate.adhoc_split import AdhocSplit, is_dataset, open_adhoc_split
 from pipeline.process.waits import worked
 from pipeline.settings.commands.segment import SegmentConfig
