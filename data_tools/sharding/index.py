@@ -34,7 +34,6 @@ from pipeline.base.errors import UserError
 from pipeline.base.locks import only_writer
 from pipeline.base.progress import duration
 from pipeline.base.words import command_line, counted, printable
-from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import (
     CHUNKS_FILE,
     INFO,
@@ -45,7 +44,7 @@ from pipeline.data.dataset.manifest import (
     open_dataset,
     write_dataset,
 )
-from pipeline.data.dataset.split import group_finder
+from pipeline.data.dataset.split import BadBudget, group_finder
 from pipeline.data.images.stored import StoredImage, describe_left_out
 from pipeline.data.loading.decode import check_end, decode, inspect, left_out, stored_image
 from pipeline.data.storage.bucket import (

@@ -8,8 +8,7 @@ import numpy as np
 
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import OneRankError, UserError
-from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.dataset.manifest import Split
+from pipeline.data.dataset.split import BadBudget, Split
 from pipeline.data.loading.loader import Batch, Draw, Loader
 from pipeline.data.loading.views import Views, eval_view, noting_left_out, read_by, train_views
 from pipeline.process.distributed import Ranks, StopRequest

@@ -34,8 +34,7 @@ from torch import Tensor
 
 from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import CrashError, Interrupted, OneRankCrashError, OneRankError, UserError
-from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.dataset.manifest import Split
+from pipeline.data.dataset.split import BadBudget, Split
 from pipeline.data.loading.decode import DecodeError
 from pipeline.data.loading.order import Order
 from pipeline.data.loading.shard_reader import ShardReader

@@ -13,8 +13,8 @@ import pytest
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.dataset import manifest
-from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, location_and_split, open_dataset, write_dataset
+from pipeline.data.dataset.split import BadBudget
 from pipeline.data.storage.cache import Storage
 from pipeline.data.storage.tars import check_tars_on_all_ranks
 
