@@ -97,7 +97,6 @@ class SampleOrder(Order):
         window: int,
         balance: ClassBalance | None = None,
     ) -> None:
-        assert global_batch % streams == 0, (global_batch, streams)
         self.shard_sizes = np.asarray(shard_sizes, dtype=np.int64)
         self.shard_starts = np.concatenate([[0], np.cumsum(self.shard_sizes)])
         self.num_samples = int(self.shard_starts[-1])
