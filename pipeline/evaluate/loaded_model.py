@@ -115,7 +115,7 @@ class LoadedModel:
         The others are printed. Raises UserError for none.
         """
         view = eval_view(self.view, self.image_size, *read_by(self.pixels, split))
-        with Loader(split, view, config.threads, prefetch=2, max_bad_share=1.0) as loader:
+        with Loader(split, view, config.threads) as loader:
             kept, images = read_pixels(loader, rows, config.batch)
         print_unreadable(loader.bad, split.keys, "left out")
         refuse_none_readable(f"split {split.name!r} that were chosen", loader.bad, split, len(rows))

@@ -90,9 +90,7 @@ class SplitReader:
             writer = train_views(self.views, self.seed, *reading)
         if self.split.left_out is None:
             writer = noting_left_out(writer, self.left_out)
-        with Loader(
-            self.split, writer, self.threads, prefetch=2, max_bad_share=1.0, is_stop_wanted=is_stop_wanted
-        ) as loader:
+        with Loader(self.split, writer, self.threads, is_stop_wanted=is_stop_wanted) as loader:
 
             def counted() -> Iterator[Batch]:
                 batches = loader.batches(requests, self.draw)

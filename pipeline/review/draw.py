@@ -124,7 +124,7 @@ def _of_evaluation(folder: Path) -> Iterator[bytes | Files | None]:
 def _read_shown(split: Split, config: RunConfig, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns (the rows that can be read, the crops that the model sees, uint8 (n, H, W, 3))."""
     view = eval_view(config.augment, config.model.image_size, split.pixels)
-    with Loader(split, view, threads=1, prefetch=2, max_bad_share=1.0) as loader:
+    with Loader(split, view, threads=1) as loader:
         rows, pixels = read_pixels(loader, rows, 16)
     return rows, to_rgb(pixels.numpy(), split.pixels)
 

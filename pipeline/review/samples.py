@@ -151,7 +151,7 @@ def _draw(config: RunConfig, split: Split, rows: np.ndarray, epochs: np.ndarray,
     from pipeline.objectives import kind
 
     writer = train_views(kind(config.train.loss).views(config), config.seed, *read_by(split.pixels, split))
-    with Loader(split, writer, config.data.threads, prefetch=1, max_bad_share=1.0) as loader:
+    with Loader(split, writer, config.data.threads) as loader:
         batch = next(loader.batches([(rows, epochs)]))
     views = [to_rgb(view, split.pixels) for group in batch.views for view in group.numpy()]
     figure = gallery(folded([[Tile(pixels) for pixels in view] for view in views]), "Images as the model sees them")

@@ -230,12 +230,14 @@ class Split:
         """float32 (T,), of one sample."""
         return self.index.targets[self.manifest_rows(row)]
 
-    def with_targets(self, columns: Sequence[int]) -> "Split":
-        """The same samples with these numbers to predict, by their places; -1 is one that all samples lack."""
-        chosen = np.full((len(self.index), len(columns)), np.nan, np.float32)
-        for place, column in enumerate(columns):
-            if column >= 0:
-                chosen[:, place] = self.index.targets[:][:, column]
+    def with_targets(self, names: Sequence[str], own: Sequence[str]) -> "Split":
+        """The same samples with these numbers to predict, in this order; one that is not among `own`, those of its data
+        set, is missing.
+        """
+        chosen = np.full((len(self.index), len(names)), np.nan, np.float32)
+        for place, name in enumerate(names):
+            if name in own:
+                chosen[:, place] = self.index.targets[:][:, own.index(name)]
         return replace(self, index=replace(self.index, targets=chosen))
 
     def hash_of(self, row: int) -> bytes | None:

@@ -121,14 +121,15 @@ class Loader:
         split: Split,
         writer: ViewWriter,
         threads: int,
-        prefetch: int,
-        max_bad_share: float,
+        prefetch: int = 2,
+        max_bad_share: float = 1.0,
         pin: bool = False,
         is_stop_wanted: Callable[[], bool] = lambda: False,
         processes: int = 0,
     ) -> None:
         """writer: makes the views of each image.
-        prefetch: number of batches that are decoded ahead. pin: allocate views in pinned memory.
+        prefetch: number of batches that are decoded ahead. max_bad_share: as of `BadBudget`; 1 for those who count
+        unreadable images themselves. pin: allocate views in pinned memory.
         is_stop_wanted: polled while waiting for a batch; when it returns True, the wait ends with Interrupted.
         processes: decode in so many processes instead of threads, of a split in local files (WorkerProcesses).
         """

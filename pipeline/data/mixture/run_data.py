@@ -85,11 +85,11 @@ def open_run_data(data: DataConfig, seed: int, labels: Labels, storage: Storage 
     own = open_dataset(data.path, storage)
     targets = _chosen_targets(own, data) if labels == "targets" else []
     split, evaluation = run_splits(own, data, seed)
-    split = _with_targets(own, split, targets)
+    split = split.with_targets(targets, own.targets)
     held_out = ([] if evaluation is None else [evaluation]) + [
         own.split(name, data.exclude) for name in data.evaluated if name != data.evaluated_split
     ]
-    evaluated = {part.name: _with_targets(own, part, targets) for part in held_out}
+    evaluated = {part.name: part.with_targets(targets, own.targets) for part in held_out}
     mixture = mixture_of(data)
     run = RunData(own, own, split, evaluated, held_out_split(own, data), len(split), targets)
     if len(mixture.sets) > 1:
@@ -128,12 +128,6 @@ def _chosen_targets(own: Dataset, data: DataConfig) -> list[str]:
     return data.targets or own.targets
 
 
-def _with_targets(dataset: Dataset, split: Split, names: Sequence[str]) -> Split:
-    """A split of the data set with these numbers, in this order; one that it lacks is missing."""
-    places = {name: place for place, name in enumerate(dataset.targets)}
-    return split.with_targets([places.get(name, -1) for name in names])
-
-
 def _refuse_without_targets(run: RunData) -> None:
     """Raise UserError for a number that no training image has, and for a split to evaluate on without any."""
     for split in run.evaluated.values():
@@ -167,7 +161,8 @@ def _with_other_sets(run: RunData, mixture: Mixture, data: DataConfig, seed: int
     for entry in mixture.sets[1:]:
         try:
             other = open_dataset(entry.path, run.own.storage)
-            split = _with_targets(other, other.split(entry.split, entry.exclude, entry.limit, seed), run.targets)
+            split = other.split(entry.split, entry.exclude, entry.limit, seed)
+            split = split.with_targets(run.targets, other.targets)
         except UserError as error:
             raise UserError(f"data.mix, {entry.path}: {error}") from None
         is_same = (other.fingerprint, entry.split) == (run.own.fingerprint, run.split.name)
