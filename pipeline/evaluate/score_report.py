@@ -282,8 +282,7 @@ def _in_classes_of_weights(
             print(f"classes by name: the {known}{others}")
         shown = dict(zip(own, dataset.class_names, strict=True))
         class_names = [shown.get(name, name) for name in names]
-        info = {**dataset.info, "classes": names, "num_classes": len(names), "class_names": class_names}
-        return replace(dataset, info=info), split
+        return replace(dataset, info={**dataset.info, "classes": names, "class_names": class_names}), split
     remedy = "Use the data set that these weights were made for, or classify=false to score their features alone."
     if num_classes != len(own):
         raise UserError(

@@ -15,7 +15,6 @@ not. Its first uses of the samples of a shard are then a block that is permuted 
 ones, and so on: the uses of a sample are spread over the epoch, and a shard is read once for each of its blocks.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -49,7 +48,7 @@ class _Epoch(NamedTuple):
     contents: EpochContents | None
 
 
-class Order(ABC):
+class Order:
     """Maps positions 0, 1, 2, ... of training to rows. num_samples: of them; global_batch: samples per optimizer step.
 
     is_balanced: whether it uses some samples more often than others.
@@ -59,16 +58,16 @@ class Order(ABC):
     global_batch: int
     is_balanced: bool
 
-    @abstractmethod
     def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(rows, epochs), int64 each, of the samples at these positions, counted from the start of training.
 
         epochs: how often each sample was used before, which is its epoch unless classes are balanced.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def epochs(self, positions: np.ndarray) -> np.ndarray:
         """The epoch of each position, int64."""
+        raise NotImplementedError
 
     def slice(self, step: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """`rows` of one rank's part of batch `step` (from 0): int64 (global_batch / world_size,) each."""

@@ -273,11 +273,6 @@ def _notes_of_ranges(sets: Sequence[Part], pixels: Pixels) -> list[str]:
     return [f"the sets differ in channels or type, so each is read by its own range: {pixels}", *filled]
 
 
-def _reads_labels(one: Part, labels: Labels) -> bool:
-    """Whether the labels of a set of data.mix are read; of the others, only the images are."""
-    return labels == "learned" or (labels == "partly" and one.entry.labels and bool(one.dataset.classes))
-
-
 def _bring_together(sets: Sequence[Part], labels: Labels) -> tuple[Dataset, list[Part], list[str]]:
     """(the first data set with the classes of all, the sets with these classes' numbers or without labels, a line for
     each set with own classes).
@@ -287,7 +282,9 @@ def _bring_together(sets: Sequence[Part], labels: Labels) -> tuple[Dataset, list
     with one and several labels a sample.
     """
     own = sets[0].dataset
-    joined = [sets[0], *(one for one in sets[1:] if _reads_labels(one, labels))]
+    # Those of data.mix whose labels are read; of the others, only the images are.
+    partly = [one for one in sets[1:] if labels == "partly" and one.entry.labels and one.dataset.classes]
+    joined = sets if labels == "learned" else [sets[0], *partly]
     labelled = {bool(one.dataset.classes): one.entry.path for one in joined}
     several = {one.split.max_labels > 1: one.entry.path for one in joined}
     if len(labelled) > 1:
@@ -321,5 +318,5 @@ def _bring_together(sets: Sequence[Part], labels: Labels) -> tuple[Dataset, list
                 f"of {counted(len(shown), 'class')} of the mixture, only {one.entry.path} has {len(alone):,}, such as"
                 f" {alone[0]!r}"
             )
-    of_all = {"classes": list(shown), "num_classes": len(shown), "class_names": list(shown.values())}
+    of_all = {"classes": list(shown), "class_names": list(shown.values())}
     return replace(own, info=own.info | of_all), together, notes

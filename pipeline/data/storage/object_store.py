@@ -116,10 +116,6 @@ class BucketPath:
             metadata = file.metadata()
         return (metadata.get("ETag") or metadata.get("generation", b"")).decode()
 
-    def sizes(self) -> dict[str, int]:
-        """Name -> bytes of the objects directly in this folder, from one listing."""
-        return {path.name: size for path, size, _ in self.walk(recursive=False)}
-
     def walk(self, recursive: bool = True) -> Iterator[tuple["BucketPath", int, int]]:
         """(path, bytes, time of the last change in ns) of every object below this folder, or directly in it."""
         for info in self._list(recursive):
