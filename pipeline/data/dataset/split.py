@@ -68,22 +68,19 @@ class SampleTable:
         for group in row_groups:
             yield file.read_row_group(group, columns=columns)
 
-    def rows(self, rows: Sequence[int] | np.ndarray, columns: list[str]) -> pa.Table:
-        """These columns of these rows, in their order. Reads only the row groups that hold them."""
+    def keys(self, rows: Sequence[int] | np.ndarray) -> list[str]:
+        """Keys of these rows. Reads only the row groups that hold them."""
+        # Without rows, skip pyarrow's `take`, which imports pandas: every run asks for its unreadable samples.
+        if not len(rows):
+            return []
         rows, (file, row_groups) = np.asarray(rows, np.int64), self._opened
         starts = np.cumsum([0] + [file.metadata.row_group(group).num_rows for group in row_groups])
         groups = np.searchsorted(starts, rows, side="right") - 1
-        tables = [file.schema_arrow.empty_table().select(columns)]
+        keys = np.empty(len(rows), object)
         for group in np.unique(groups).tolist():
-            table = file.read_row_group(row_groups[group], columns=columns)
-            tables.append(table.take(pa.array(rows[groups == group] - starts[group])))
-        # Back from the order of the groups, in which the tables are, to that of the rows.
-        return pa.concat_tables(tables).take(pa.array(np.argsort(np.argsort(groups, kind="stable"))))
-
-    def keys(self, rows: Sequence[int] | np.ndarray) -> list[str]:
-        """Keys of these rows."""
-        # Without rows, skip pyarrow's `take`, which imports pandas: every run asks for its unreadable samples.
-        return self.rows(rows, ["key"])["key"].to_pylist() if len(rows) else []
+            column = file.read_row_group(row_groups[group], columns=["key"])["key"]
+            keys[groups == group] = column.take(pa.array(rows[groups == group] - starts[group])).to_pylist()
+        return keys.tolist()
 
     def groups(self) -> pa.DictionaryArray | None:
         """The group of each row; None if samples have no groups."""
