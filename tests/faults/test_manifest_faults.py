@@ -161,7 +161,7 @@ def test_a_flipped_bit_of_the_table_is_found_where_it_is_read_and_by_verify(data
             assert split.keys(WHERE) == keys
             missed += 1
         with pytest.raises(UserError, match=SAMPLES_FILE):
-            list(dataset.table("train").read(dataset.table("train").file.schema_arrow.names))
+            list(dataset.table("train").read(dataset.table("train").open()[0].schema_arrow.names))
         table.write_bytes(whole)
     assert 3 < missed < 37, "only what is read is compared"
     flip(data.path / CHUNKS_FILE, 0.5)
