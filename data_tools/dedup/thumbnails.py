@@ -22,9 +22,9 @@ from pipeline.base import npz
 from pipeline.base.errors import UserError
 from pipeline.base.progress import PROGRESS_FILE
 from pipeline.base.words import counted
-from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.mapped_index import hash_column
+from pipeline.data.dataset.split import BadBudget
 from pipeline.data.loading.decode import DecodeError
 from pipeline.data.loading.values import picture
 from pipeline.data.storage.atomic import replacing

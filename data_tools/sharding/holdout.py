@@ -14,7 +14,7 @@ from data_tools.sources.listing import label_pairs, with_columns
 from data_tools.sources.spill import slices
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
-from pipeline.data.dataset.groups import group_finder
+from pipeline.data.dataset.split import group_finder
 from pipeline.settings.commands.data import ShardConfig
 
 

@@ -34,8 +34,6 @@ from pipeline.base.errors import UserError
 from pipeline.base.locks import only_writer
 from pipeline.base.progress import duration
 from pipeline.base.words import command_line, counted, printable
-from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.dataset.groups import group_finder
 from pipeline.data.dataset.manifest import (
     CHUNKS_FILE,
     INFO,
@@ -46,8 +44,9 @@ from pipeline.data.dataset.manifest import (
     open_dataset,
     write_dataset,
 )
+from pipeline.data.dataset.split import BadBudget, group_finder
 from pipeline.data.images.stored import StoredImage, describe_left_out
-from pipeline.data.loading.decode import check_end, inspect, left_out, stored_image
+from pipeline.data.loading.decode import check_end, decode, inspect, left_out, stored_image
 from pipeline.data.storage.bucket import (
     AnyPath,
     BucketPath,
@@ -184,8 +183,10 @@ def index_tar(job: IndexJob) -> Done:
                     raise ValueError(fault)
                 refuse_large(sample.size)
                 data = read_at(file, sample.offset, sample.size)
-                header = inspect(data, job.whole, job.pixels)
-                if not job.whole:
+                header = inspect(data)
+                if job.whole:
+                    decode(data, pixels=job.pixels)
+                else:
                     check_end(data, header.ext)
                 unread.update(left_out(header, job.pixels))
             except ValueError as error:

@@ -44,8 +44,8 @@ from pipeline.base.locks import only_writer
 from pipeline.base.progress import PROGRESS_FILE, duration
 from pipeline.base.words import counted, missing, of_classes, printable, si, significant
 from pipeline.cluster import ray_tasks
-from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import INFO, Dataset, Shard, open_dataset, write_dataset
+from pipeline.data.dataset.split import BadBudget
 from pipeline.data.images.stored import describe_left_out
 from pipeline.data.storage.atomic import replacing, write_files
 from pipeline.data.storage.bucket import AnyPath, name_inside, remove_tree

@@ -20,9 +20,9 @@ from data_tools.tasks import tasks_on_cluster
 from pipeline.architecture.pixels import FULL_RANGE, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.words import command_line, counted
-from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.exclusion import excluded_rows
 from pipeline.data.dataset.manifest import Dataset, record_pixels
+from pipeline.data.dataset.split import BadBudget
 from pipeline.data.loading.decode import DecodeError, decode, stored_image
 from pipeline.data.storage.bucket import AnyPath, make_folder, remove_tree, to_path
 from pipeline.data.storage.content import content_hash

@@ -301,16 +301,15 @@ def _read_image(reader: Reader, source: SourceImage, job: ShardingJob) -> ShardI
 
 def _checked(data: bytes, job: ShardingJob) -> ShardImage:
     """An image that is stored as it is, or as a smaller JPEG. Raises ValueError for a bad image."""
-    config, decodes = job.config, job.config.inspect == "decode"
-    header = inspect(data, decodes and not config.resize_short, job.pixels)
+    config, header = job.config, inspect(data)
     unread = left_out(header, job.pixels)
     if 0 < config.resize_short < min(header.width, header.height):
         small, width, height = shrink(data, config.resize_short, config.jpeg_quality)
         return ShardImage(small, "jpg", width, height, unread)
-    if not decodes:
-        check_end(data, header.ext)
-    elif config.resize_short:
+    if config.inspect == "decode":
         decode(data, pixels=job.pixels)
+    else:
+        check_end(data, header.ext)
     return ShardImage(data, header.ext, header.width, header.height, unread)
 
 

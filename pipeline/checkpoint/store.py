@@ -140,16 +140,14 @@ class Checkpoints:
         """Commit the flushed files in `path` as a checkpoint and make `latest` name it. checksums: of every file."""
         known = {name: {key: value for key, value in asdict(c).items() if value != ""} for name, c in checksums.items()}
         write_atomically(path / CHECKSUMS, json.dumps(known, indent=1))
+        for file in path.iterdir():
+            if file.name not in checksums and file.name != CHECKSUMS:  # Left by a failed save.
+                file.unlink(missing_ok=True)
         if isinstance(path, BucketPath):
             final: AnyPath = path
-            for name in path.sizes().keys() - checksums.keys() - {CHECKSUMS}:  # Left by a failed save.
-                (path / name).unlink(missing_ok=True)
         else:
             assert isinstance(self.folder, Path)
             final = self.folder / path.name.removeprefix(_WRITING).partition(".")[0]
-            for file in path.iterdir():
-                if file.name not in checksums and file.name != CHECKSUMS:
-                    file.unlink()
             sync_folder(path)
             if final.exists():  # The same step, damaged: otherwise the run would have resumed from it.
                 self.remove(final)

@@ -78,7 +78,7 @@ def _write_images(folder: Path, split: Split, rows: np.ndarray) -> list[str]:
     reader, paths = ShardReader(split), []
     for number, row in enumerate(rows.tolist(), 1):
         data = reader.read(row)
-        paths.append(f"images/{number:0{len(str(len(rows)))}}.{inspect(data, decode_all=False).ext}")
+        paths.append(f"images/{number:0{len(str(len(rows)))}}.{inspect(data).ext}")
         (folder / paths[-1]).write_bytes(data)
     return paths
 

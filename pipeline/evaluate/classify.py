@@ -184,7 +184,7 @@ def read_shown(
     of the others).
     """
     kept, pixels = [], []
-    with Loader(split, view, threads, prefetch=2, max_bad_share=1.0) as loader:
+    with Loader(split, view, threads) as loader:
         for loaded in loader.batches(requests(rows, batch)):
             kept.append(loaded.rows[loaded.valid.numpy()])
             pixels.append(loaded.images[loaded.valid])
@@ -224,8 +224,8 @@ def in_groups(values: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.nd
 def label_table(split: Split) -> np.ndarray:
     """int64 (n, M), -1 where a sample has fewer than M labels (M is at least 1)."""
     table = np.full((len(split), max(1, split.max_labels)), -1, dtype=np.int64)
-    present = np.arange(table.shape[1]) < np.diff(split.label_offsets)[:, None]
-    table[present] = split.label_values[split.label_offsets[0] : split.label_offsets[-1]]
+    present = np.arange(table.shape[1]) < split.label_counts[:, None]
+    table[present] = split.label_values
     return table
 
 

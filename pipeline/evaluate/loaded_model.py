@@ -20,8 +20,7 @@ from pipeline.architecture.pixels import Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
-from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.dataset.split import Split
+from pipeline.data.dataset.split import BadBudget, Split
 from pipeline.data.images.stored import describe_left_out
 from pipeline.data.loading.loader import normalise
 from pipeline.data.loading.single_image import trained_view

@@ -25,7 +25,7 @@ def is_multilabel(split: Split, num_classes: int, loss_kind: str) -> bool:
     """Whether images may have any number of labels: some have several, or, with sigmoid, some have none; and the
     probabilities of all classes can be kept, which is said if not.
     """
-    has_bare = loss_kind == "sigmoid" and bool((np.diff(split.label_offsets) == 0).any())
+    has_bare = loss_kind == "sigmoid" and bool((split.label_counts == 0).any())
     if split.max_labels <= 1 and not has_bare:
         return False
     if len(split) * num_classes <= _MAX_VALUES:

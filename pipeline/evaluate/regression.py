@@ -58,8 +58,7 @@ def with_targets_of(weights: str, names: Sequence[str], dataset: Dataset, split:
 
     Raises UserError if the split has no value of any.
     """
-    places = {name: place for place, name in enumerate(dataset.targets)}
-    split = split.with_targets([places.get(name, -1) for name in names])
+    split = split.with_targets(names, dataset.targets)
     lacking = [name for name, column in zip(names, split.target_values.T, strict=True) if not np.isfinite(column).any()]
     where = f"split {split.name!r} of {dataset.path}"
     if len(lacking) == len(names):

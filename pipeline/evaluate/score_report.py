@@ -20,7 +20,7 @@ from pipeline.base.page import Block, PngImage, report
 from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
-from pipeline.data.loading.augment import default_eval_resize
+from pipeline.data.loading.views import default_eval_resize
 from pipeline.data.storage.atomic import write_files
 from pipeline.data.storage.bucket import to_path
 from pipeline.evaluate import architecture, mistakes, multilabel, render
@@ -275,8 +275,7 @@ def _in_classes_of_weights(
             print(f"classes by name: the {known}{others}")
         shown = dict(zip(own, dataset.class_names, strict=True))
         class_names = [shown.get(name, name) for name in names]
-        info = {**dataset.info, "classes": names, "num_classes": len(names), "class_names": class_names}
-        return replace(dataset, info=info), split
+        return replace(dataset, info={**dataset.info, "classes": names, "class_names": class_names}), split
     remedy = "Use the data set that these weights were made for, or classify=false to score their features alone."
     if num_classes != len(own):
         raise UserError(

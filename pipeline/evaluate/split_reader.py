@@ -8,8 +8,7 @@ import numpy as np
 
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import OneRankError, UserError
-from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.dataset.manifest import Split
+from pipeline.data.dataset.split import BadBudget, Split
 from pipeline.data.loading.loader import Batch, Draw, Loader
 from pipeline.data.loading.views import Views, eval_view, noting_left_out, read_by, train_views
 from pipeline.process.distributed import Ranks, StopRequest
@@ -91,9 +90,7 @@ class SplitReader:
             writer = train_views(self.views, self.seed, *reading)
         if self.split.left_out is None:
             writer = noting_left_out(writer, self.left_out)
-        with Loader(
-            self.split, writer, self.threads, prefetch=2, max_bad_share=1.0, is_stop_wanted=is_stop_wanted
-        ) as loader:
+        with Loader(self.split, writer, self.threads, is_stop_wanted=is_stop_wanted) as loader:
 
             def counted() -> Iterator[Batch]:
                 batches = loader.batches(requests, self.draw)

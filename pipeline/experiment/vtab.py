@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from pipeline import model as models
 from pipeline.architecture.pixels import RGB8
 from pipeline.base import json_record
@@ -353,7 +351,7 @@ def _check_dataset(sweep: Sweep, task: Task) -> None:
     dataset, protocol = sweep.datasets[task.name], sweep.config.protocol
     dataset.refuse_without_labels("data", "Make it with launch/vtab_prepare.py.")
     for name in (TRAIN, VAL, ALL, TEST):
-        num_labels = np.diff(dataset.split(name, "none").label_offsets)
+        num_labels = dataset.split(name, "none").label_counts
         # A probe would take no label, -1, for the last class, and no method learns the second of two.
         if others := int((num_labels != 1).sum()):
             raise UserError(

@@ -27,8 +27,8 @@ from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted, on_one_line
-from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Dataset, Split, open_dataset
+from pipeline.data.dataset.split import BadBudget
 from pipeline.data.loading.loader import Loader, normalise, train_requests
 from pipeline.data.loading.mix import draw_mixing
 from pipeline.data.loading.order import SampleOrder

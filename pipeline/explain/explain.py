@@ -16,7 +16,7 @@ from pipeline.base.gallery import DPI, Tile
 from pipeline.base.page import png
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
-from pipeline.data.dataset.bad_budget import BadBudget
+from pipeline.data.dataset.split import BadBudget
 from pipeline.data.loading.loader import normalise
 from pipeline.data.loading.values import to_rgb
 from pipeline.data.storage.atomic import write_files

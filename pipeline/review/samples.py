@@ -17,10 +17,9 @@ from pipeline.cluster.status_files import SETTINGS_FILE, read_settings
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
 from pipeline.data.loading.order import Order, batch_of_step, batches_before
-from pipeline.data.mixture.facts import MIXTURE, mixed_until, mixture_facts
 from pipeline.data.mixture.order import train_order
 from pipeline.data.mixture.run_data import open_run_data
-from pipeline.data.mixture.split import MixedSplit
+from pipeline.data.mixture.split import MIXTURE, MixedSplit, mixed_until, mixture_facts
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import to_path
 from pipeline.process.committed import checkpoints_of, read_checksums
@@ -152,7 +151,7 @@ def _draw(config: RunConfig, split: Split, rows: np.ndarray, epochs: np.ndarray,
     from pipeline.objectives import kind
 
     writer = train_views(kind(config.train.loss).views(config), config.seed, *read_by(split.pixels, split))
-    with Loader(split, writer, config.data.threads, prefetch=1, max_bad_share=1.0) as loader:
+    with Loader(split, writer, config.data.threads) as loader:
         batch = next(loader.batches([(rows, epochs)]))
     views = [to_rgb(view, split.pixels) for group in batch.views for view in group.numpy()]
     figure = gallery(folded([[Tile(pixels) for pixels in view] for view in views]), "Images as the model sees them")

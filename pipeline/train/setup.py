@@ -42,9 +42,8 @@ from pipeline.data.dataset.split import NOTHING_EXCLUDED
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import draw_mixing
 from pipeline.data.loading.order import batches_before
-from pipeline.data.mixture.facts import MIXTURE, mixed_until, mixture_facts
 from pipeline.data.mixture.run_data import RunData
-from pipeline.data.mixture.split import MixedSplit
+from pipeline.data.mixture.split import MIXTURE, MixedSplit, mixed_until, mixture_facts
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.retry import Retry
 from pipeline.data.storage.tars import check_tars_on_all_ranks

@@ -414,7 +414,7 @@ def test_a_bucket_holds_checkpoints(s3: tuple[faulty_s3.S3, str]) -> None:
     newest = checkpoints.candidates()[0]
     assert [verify(newest, share, 2) for share in range(2)] == [None, None]
     assert (folder / "latest").read_bytes() == b"step-00000030"
-    assert "status" not in str(newest.sizes().keys())
+    assert not any("status" in path.name for path in newest.iterdir())
     found = ShardedTensors.open(newest).full_tensors("exp_avg")
     assert all(np.array_equal(found[name], array) for name, array in tensors(30)["exp_avg"].items())
 
@@ -427,7 +427,7 @@ def test_a_bucket_holds_checkpoints(s3: tuple[faulty_s3.S3, str]) -> None:
     assert verify(newest) == "model.safetensors does not match its checksum"
     save_all(folder, 30, token="again", damaged=["step-00000030"])
     assert verify(newest) is None
-    assert "rank-0000.t.bin" not in newest.sizes()
+    assert not (newest / "rank-0000.t.bin").exists()
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from sklearn import metrics
 from torch import Tensor
 
 from pipeline.base.errors import OneRankError, UserError
-from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Split
+from pipeline.data.dataset.split import BadBudget
 from pipeline.evaluate.classify import Predictions, label_table, outcomes, per_class, predict, score
 from pipeline.evaluate.split_reader import SplitReader
 from pipeline.process.distributed import Ranks

@@ -19,7 +19,7 @@ from PIL import Image
 
 from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import UserError
-from pipeline.data.loading.augment import write_eval_view
+from pipeline.data.loading.views import write_eval_view
 from pipeline.evaluate import export, predict
 from pipeline.evaluate.onnx_predict import EvaluationView
 from pipeline.model import configure, create, load, read_weights, resample_positions, safetensors_metadata, save

@@ -125,10 +125,10 @@ def test_a_flipped_bit_of_the_index_is_found_at_its_first_use_and_mended_by_a_re
     assert mapped_index.is_intact(folder)
 
 
-@pytest.mark.parametrize("whole", ["label_values", "label_offsets", "target_values"])
+@pytest.mark.parametrize("whole", ["label_values", "label_counts", "target_values"])
 def test_a_flipped_bit_is_found_where_a_column_is_read_as_a_whole(whole: str, data: Dataset) -> None:
     (folder,) = data.index_folders("train")[0].parent.glob("train-*")
-    column = {"label_values": "labels", "label_offsets": "label_starts", "target_values": "targets"}[whole]
+    column = {"label_values": "labels", "label_counts": "label_starts", "target_values": "targets"}[whole]
     flip(folder / column, 0.7)
     split = open_dataset(data.path).split("train")
     with pytest.raises(OneRankCrashError, match=column):
@@ -161,7 +161,7 @@ def test_a_flipped_bit_of_the_table_is_found_where_it_is_read_and_by_verify(data
             assert split.keys(WHERE) == keys
             missed += 1
         with pytest.raises(UserError, match=SAMPLES_FILE):
-            list(dataset.table("train").read(dataset.table("train").file.schema_arrow.names))
+            list(dataset.table("train").read(dataset.table("train").open()[0].schema_arrow.names))
         table.write_bytes(whole)
     assert 3 < missed < 37, "only what is read is compared"
     flip(data.path / CHUNKS_FILE, 0.5)

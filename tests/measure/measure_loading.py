@@ -49,11 +49,10 @@ from data_tools.sources import list_source
 from data_tools.sources.split_files import PARTS
 from pipeline.data.dataset.manifest import Split, open_dataset
 from pipeline.data.loading import jpeg_region
-from pipeline.data.loading.augment import ANTIALIAS, resize
 from pipeline.data.loading.loader import Loader, train_requests
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.loading.shard_reader import ShardReader
-from pipeline.data.loading.views import ViewWriter
+from pipeline.data.loading.views import ANTIALIAS, ViewWriter, resize
 from pipeline.settings.command import mistakes_in_one_line
 from pipeline.settings.commands.data import ShardConfig
 from pipeline.settings.run import AugmentConfig

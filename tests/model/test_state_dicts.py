@@ -12,7 +12,7 @@ from model_parts import random_model, randomised, same
 from PIL import Image
 
 from pipeline.base.errors import UserError
-from pipeline.data.loading.augment import write_eval_view
+from pipeline.data.loading.views import write_eval_view
 from pipeline.model import (
     load,
     read_weights,

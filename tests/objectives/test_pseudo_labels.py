@@ -19,9 +19,8 @@ from pipeline import objectives
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import Mixing
-from pipeline.data.mixture.facts import mixed_until, mixture_facts
 from pipeline.data.mixture.run_data import open_run_data
-from pipeline.data.mixture.split import MixedSplit
+from pipeline.data.mixture.split import MixedSplit, mixed_until, mixture_facts
 from pipeline.model import build
 from pipeline.objectives.pseudo_labels import PseudoLabels
 from pipeline.settings import schema

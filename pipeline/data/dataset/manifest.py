@@ -32,9 +32,8 @@ from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import command_line, missing
 from pipeline.data.dataset.exclusion import excluded_rows, rows_beyond_limit
-from pipeline.data.dataset.groups import GROUP
 from pipeline.data.dataset.mapped_index import INDEX_FOLDER, TARGETS, ManifestIndex, open_index
-from pipeline.data.dataset.split import SAMPLES_FILE, SampleTable, Split
+from pipeline.data.dataset.split import GROUP, SAMPLES_FILE, SampleTable, Split
 from pipeline.data.storage.atomic import replacing, write_files
 from pipeline.data.storage.bucket import AnyPath, locate, to_path
 from pipeline.data.storage.cache import Storage
@@ -42,8 +41,6 @@ from pipeline.data.storage.checksums import CheckedFile, cache_home, chunk_diges
 from pipeline.data.storage.parquet import REMEDY, SingleThreaded, open_parquet, reading
 from pipeline.data.storage.tars import TarsToCheck, refuse_problems
 from pipeline.settings.quantities import Limit
-
-__all__ = ["SAMPLES_FILE", "Dataset", "Shard", "Split", "open_dataset", "write_dataset"]
 
 FORMAT = "vit-dataset/3"
 INFO, SHARDS_FILE, CHUNKS_FILE = "dataset.json", "shards.parquet", "samples.chunks"
@@ -117,7 +114,7 @@ class Dataset:
 
     @property
     def num_classes(self) -> int:
-        return len(self.info["classes"])
+        return len(self.classes)
 
     @property
     def targets(self) -> list[str]:
@@ -213,14 +210,17 @@ class Dataset:
         if limit != WHOLE:
             beyond = rows_beyond_limit(len(index), excluded, limit, seed)
             excluded = np.sort(np.concatenate([excluded, beyond]))
-            excluded_by = {**excluded_by, "data.limit": len(beyond)}
+            excluded_by["data.limit"] = len(beyond)
         kept = samples - np.diff(np.searchsorted(excluded, starts))
         if len(excluded) and not kept.any():
             raise UserError(f"every sample of {self.path}, split {name!r}, is excluded: by {', '.join(excluded_by)}.")
         paths = [str(self.shard_path(shard)) for shard in shards["name"].to_pylist()]
-        tars = TarsToCheck(
-            self.path / INFO, paths, num_bytes, np.flatnonzero(kept), kept == samples, self.storage.retry
-        )
+        used = [
+            (path, size, left == all_of)
+            for path, size, left, all_of in zip(paths, num_bytes.tolist(), kept, samples, strict=True)
+            if left
+        ]
+        tars = TarsToCheck(self.path / INFO, used, self.storage.retry)
         if self.storage.unchecked is None:
             problems = tars.problems()
             refuse_problems(problems, len(problems))

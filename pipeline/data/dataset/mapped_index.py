@@ -28,7 +28,6 @@ import xxhash
 from pipeline.base import json_record
 from pipeline.base.errors import OneRankCrashError, OneRankError, UserError
 from pipeline.base.locks import locked
-from pipeline.data.storage.content import HASH_BYTES
 
 INDEX_FOLDER = "index"
 COLUMNS = {
@@ -36,7 +35,7 @@ COLUMNS = {
     "sizes": "<i8",
     "label_starts": "<i8",
     "labels": "<i4",
-    "hashes": f"V{HASH_BYTES}",
+    "hashes": "V16",
     "targets": "<f4",
 }
 # Rows that have one checksum: about those of a shard, of which a process often reads all.
@@ -105,9 +104,8 @@ class ManifestIndex:
 
     offsets, sizes: (n,) int64, of the image's bytes inside its tar. labels: int32, of all samples, one after another;
     sample i has labels[label_starts[i] : label_starts[i + 1]] (label_starts: (n + 1,) int64). max_labels: the largest
-    number of labels of a sample. note: a line to print when the split is opened, else empty. hashes: (n,) V16, XXH3-128
-    of each image's bytes; empty for images without a manifest. targets: (n, T) float32, the numbers to predict, NaN for
-    a missing one; of images without any, T is 0.
+    number of labels of a sample. hashes: (n,) V16, XXH3-128 of each image's bytes; empty for images without a manifest.
+    targets: (n, T) float32, the numbers to predict, NaN for a missing one; of images without any, T is 0.
     """
 
     offsets: Column
@@ -116,7 +114,6 @@ class ManifestIndex:
     labels: Column
     max_labels: int
     targets: Column
-    note: str = ""
     hashes: Column = field(default_factory=lambda: np.empty(0, COLUMNS["hashes"]))
 
     def __len__(self) -> int:

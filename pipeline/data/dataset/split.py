@@ -1,7 +1,12 @@
-"""One split of an open data set: the place and the labels of each sample that is not excluded."""
+"""One split of an open data set: the place and the labels of each sample that is not excluded, and how many may be
+unreadable.
+
+Samples may have groups: those that are alike although none is a copy, such as the images of a patient.
+"""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -11,14 +16,38 @@ import pyarrow.parquet as pq
 
 from pipeline.architecture.pixels import Pixels
 from pipeline.base.errors import UserError
+from pipeline.base.json_record import quoted
 from pipeline.base.words import counted
-from pipeline.data.dataset.groups import GROUP
 from pipeline.data.dataset.mapped_index import ManifestIndex
 from pipeline.data.images.stored import describe_left_out
 from pipeline.data.storage.cache import Storage
 
 SAMPLES_FILE = "samples.parquet"
 NOTHING_EXCLUDED = "none"
+# The column of samples.parquet that names the group of each sample, if they have groups.
+GROUP = pa.field("group", pa.dictionary(pa.int32(), pa.string()))
+# The default share: of all samples, and of the first _FEW, because a small folder with three broken files is common.
+_SHARE, _SHARE_OF_FEW, _FEW = 0.001, 0.01, 100_000
+
+
+def group_finder(pattern: str) -> Callable[[Sequence[str]], list[str]]:
+    """Returns the function keys -> their groups, which raises UserError for a key without one."""
+    compiled = re.compile(pattern)
+
+    def find(keys: Sequence[str]) -> list[str]:
+        groups = []
+        for key in keys:
+            match = compiled.search(key)
+            group = match[min(1, compiled.groups)] if match else None
+            if not group:
+                raise UserError(
+                    f"group_pattern = {quoted(pattern)} finds no group in the key {key!r}. Extend it, or shard such"
+                    " images into a data set of their own."
+                )
+            groups.append(group)
+        return groups
+
+    return find
 
 
 @dataclass(frozen=True)
@@ -33,50 +62,37 @@ class SampleTable:
     def _opened(self) -> tuple[pq.ParquetFile, Sequence[int]]:
         return self.open()
 
-    @property
-    def file(self) -> pq.ParquetFile:
-        return self._opened[0]
-
-    @property
-    def _row_groups(self) -> Sequence[int]:
-        return self._opened[1]
-
     def read(self, columns: list[str]) -> Iterator[pa.Table]:
         """These columns of all rows, one row group at a time."""
-        for group in self._row_groups:
-            yield self.file.read_row_group(group, columns=columns)
+        file, row_groups = self._opened
+        for group in row_groups:
+            yield file.read_row_group(group, columns=columns)
 
     def read_all(self, columns: list[str]) -> pa.Table:
         """These columns of all rows, in chunks."""
         return pa.concat_tables(self.read(columns))
 
-    def rows(self, rows: Sequence[int] | np.ndarray, columns: list[str]) -> pa.Table:
-        """These columns of these rows, in their order. Reads only the row groups that hold them."""
-        rows = np.asarray(rows, np.int64)
-        groups = np.searchsorted(self._starts, rows, side="right") - 1
-        tables = [self.file.schema_arrow.empty_table().select(columns)]
-        for group in np.flatnonzero(np.bincount(groups)).tolist():
-            table = self.file.read_row_group(self._row_groups[group], columns=columns)
-            tables.append(table.take(pa.array(rows[groups == group] - self._starts[group])))
-        # Back from the order of the groups, in which the tables are, to that of the rows.
-        return pa.concat_tables(tables).take(pa.array(np.argsort(np.argsort(groups, kind="stable"))))
-
     def keys(self, rows: Sequence[int] | np.ndarray) -> list[str]:
-        """Keys of these rows."""
+        """Keys of these rows. Reads only the row groups that hold them."""
         # Without rows, skip pyarrow's `take`, which imports pandas: every run asks for its unreadable samples.
-        return self.rows(rows, ["key"])["key"].to_pylist() if len(rows) else []
+        if not len(rows):
+            return []
+        rows, (file, row_groups) = np.asarray(rows, np.int64), self._opened
+        starts = np.cumsum([0] + [file.metadata.row_group(group).num_rows for group in row_groups])
+        groups = np.searchsorted(starts, rows, side="right") - 1
+        keys = np.empty(len(rows), object)
+        for group in np.unique(groups).tolist():
+            column = file.read_row_group(row_groups[group], columns=["key"])["key"]
+            keys[groups == group] = column.take(pa.array(rows[groups == group] - starts[group])).to_pylist()
+        return keys.tolist()
 
     def groups(self) -> pa.DictionaryArray | None:
         """The group of each row; None if samples have no groups."""
-        if GROUP.name not in self.file.schema_arrow.names:
+        schema = self._opened[0].schema_arrow
+        if GROUP.name not in schema.names:
             return None
-        empty = self.file.schema_arrow.empty_table().select([GROUP.name])
+        empty = schema.empty_table().select([GROUP.name])
         return pa.concat_tables([empty, *self.read([GROUP.name])])[GROUP.name].unify_dictionaries().combine_chunks()
-
-    @cached_property
-    def _starts(self) -> np.ndarray:
-        """First row of each group, and the end of the last."""
-        return np.cumsum([0] + [self.file.metadata.row_group(group).num_rows for group in self._row_groups])
 
 
 @dataclass(frozen=True)
@@ -169,7 +185,7 @@ class Split:
 
     def notes(self) -> list[str]:
         """Lines to print about how this split was opened; often none."""
-        lines = [self.index.note] if self.index.note else []
+        lines = []
         # Counted only where that needs no pass over all samples. With several labels, none is a label like any other.
         if self.max_labels == 1 and (bare := len(self.index) - len(self.index.labels)):
             lines.append(f"{self.name}: {bare:,} of {counted(len(self.index), 'sample')} have no label")
@@ -215,12 +231,14 @@ class Split:
         """float32 (T,), of one sample."""
         return self.index.targets[self.manifest_rows(row)]
 
-    def with_targets(self, columns: Sequence[int]) -> "Split":
-        """The same samples with these numbers to predict, by their places; -1 is one that all samples lack."""
-        chosen = np.full((len(self.index), len(columns)), np.nan, np.float32)
-        for place, column in enumerate(columns):
-            if column >= 0:
-                chosen[:, place] = self.index.targets[:][:, column]
+    def with_targets(self, names: Sequence[str], own: Sequence[str]) -> "Split":
+        """The same samples with these numbers to predict, in this order; one that is not among `own`, those of its data
+        set, is missing.
+        """
+        chosen = np.full((len(self.index), len(names)), np.nan, np.float32)
+        for place, name in enumerate(names):
+            if name in own:
+                chosen[:, place] = self.index.targets[:][:, own.index(name)]
         return replace(self, index=replace(self.index, targets=chosen))
 
     def hash_of(self, row: int) -> bytes | None:
@@ -228,10 +246,9 @@ class Split:
         return self.index.hashes[self.manifest_rows(row)].tobytes() if len(self.index.hashes) else None
 
     @cached_property
-    def label_offsets(self) -> np.ndarray:
-        """(n + 1,) int64: sample i has label_values[label_offsets[i] : label_offsets[i + 1]]."""
-        counts = np.delete(np.diff(self.index.label_starts[:]), self.excluded_rows)
-        return np.concatenate([[0], np.cumsum(counts)])
+    def label_counts(self) -> np.ndarray:
+        """int64 (n,), how many of `label_values` each sample has."""
+        return np.delete(np.diff(self.index.label_starts[:]), self.excluded_rows)
 
     @cached_property
     def label_values(self) -> np.ndarray:
@@ -270,3 +287,50 @@ class Split:
     def _kept_before(self) -> np.ndarray:
         """How many samples that are kept come before each excluded one."""
         return self.excluded_rows - np.arange(len(self.excluded_rows))
+
+
+@dataclass(frozen=True)
+class BadBudget:
+    """How many distinct samples may be unreadable: a share of all that are read, and at least `least` unless the share
+    is 0.
+
+    share: None is 1 % of the first 100,000 samples, or 0.1 % of all where that is more. setting: the setting that gave
+    `share`; empty if none did. remedy: the last sentence of the error. least: 1 where samples are trained on or scored;
+    more where each is reported by itself.
+    """
+
+    share: float | None
+    setting: str = "data.max_bad_share"
+    remedy: str = "Check the shards, or raise data.max_bad_share."
+    least: int = 1
+
+    def allowed(self, num_samples: int) -> int:
+        """The largest number of unreadable samples of `num_samples`."""
+        if self.share == 0:
+            return 0
+        if self.share is None:
+            return max(self.least, int(_SHARE * num_samples), int(_SHARE_OF_FEW * min(num_samples, _FEW)))
+        return max(self.least, int(self.share * num_samples))
+
+    def excess(self, bad: Mapping[int, str], split: Split, num_samples: int) -> str:
+        """An error message if these samples of the split, row -> reason, are more than allowed of `num_samples`; else
+        empty.
+        """
+        if len(bad) <= self.allowed(num_samples):
+            return ""
+        row = min(bad)
+        limit = f", more than {self.setting} = {self.share} allows ({self.allowed(num_samples)})" * bool(self.setting)
+        return (
+            f"{counted(len(bad), 'sample')} of {num_samples} cannot be read{limit}; the first is"
+            f" {split.keys([row])[0]}: {bad[row]}. {self.remedy}"
+        )
+
+    def excess_of_any_set(self, bad: Mapping[int, str], split: Split) -> str:
+        """The error message if these rows of a training split are more than allowed of one of its sets; else empty."""
+        first = 0
+        for part in split.parts:
+            own = {row - first: reason for row, reason in bad.items() if first <= row < first + len(part)}
+            if text := self.excess(own, part, len(part)):
+                return text
+            first += len(part)
+        return ""

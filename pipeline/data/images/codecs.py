@@ -9,8 +9,7 @@ import numpy as np
 from PIL import Image
 
 from pipeline.data.images.formats import CODESTREAM
-from pipeline.data.images.profile import has_other_colours
-from pipeline.data.images.stored import DecodeError, StoredImage, upright, without_alpha
+from pipeline.data.images.stored import DecodeError, StoredImage, has_other_colours, upright, without_alpha
 
 _PNG_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}  # Colour type -> samples of a pixel; 4 and 6 have alpha.
 _ORIENTATION = 0x0112

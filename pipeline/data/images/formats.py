@@ -5,8 +5,7 @@ import re
 import struct
 
 from pipeline.base.words import counted
-from pipeline.data.images.profile import has_other_colours
-from pipeline.data.images.stored import DecodeError, StoredImage, reason
+from pipeline.data.images.stored import DecodeError, StoredImage, has_other_colours, reason
 
 # How a file begins that Git LFS has not fetched yet, as after `git clone` of a data set without git-lfs.
 LFS_POINTER = b"version https://git-lfs"

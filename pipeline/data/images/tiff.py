@@ -10,12 +10,12 @@ from math import prod
 import numpy as np
 import tifffile
 
-from pipeline.data.images.profile import has_other_colours
 from pipeline.data.images.stored import (
     DESCRIPTION,
     DecodeError,
     StoredImage,
     described_channels,
+    has_other_colours,
     upright,
     without_alpha,
 )

@@ -188,7 +188,6 @@ class ClassBalance:
                     place[rows[block]] = places[block] - starts[of_class[rows[block]]]
                 done += size
                 work.advance(size)
-        assert done == num
 
     def _write_contents(self, epoch: int, first: np.ndarray, places: np.ndarray, folder: Path) -> None:
         """Write the arrays of `EpochContents`. first: int64 (classes,), where the places of an epoch begin in the order
@@ -199,7 +198,6 @@ class ClassBalance:
         with_more = np.bincount(often, self.sizes)[::-1].cumsum()[::-1]
         num_uses = np.bincount(often, more) + np.append(with_more[1:], 0)
         copy_starts = np.concatenate([[0], np.cumsum(num_uses[num_uses > 0].astype(np.int64))])
-        assert copy_starts[-1] == self.num_samples
         rows, end = new_array(folder, "rows", self.dtype, self.num_samples), copy_starts[:-1].copy()
         local_bits = np.uint64(_SAMPLES.bit_length())
         found, last_shard = [], np.full(len(end), -1)  # Of each copy.
@@ -249,13 +247,6 @@ class ClassBalance:
         with np.errstate(over="ignore"):
             offsets = self._offset + epochs.astype(np.uint64) * np.uint64(_GOLDEN)
             return self._fractions + offsets[:, None] < offsets[:, None]
-
-
-def balance_of(split: Split, power: float, seed: int) -> ClassBalance | None:
-    """The balance of a split; None if power is 1 or no sample has a label: it would change nothing."""
-    if power == 1 or not split.max_labels:
-        return None
-    return ClassBalance(FirstLabels(split), split.shard_starts, power, seed)
 
 
 def _exact_places(sizes: np.ndarray, power: float) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import simplejpeg
@@ -17,7 +18,6 @@ from PIL import Image
 
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.data.images.formats import CODESTREAM, JPEG, check_boxes, format_of, open_image, type_and_colours_of_boxes
-from pipeline.data.images.profile import has_other_colours
 from pipeline.data.images.stored import (
     DESCRIPTION,
     MAX_PIXELS,
@@ -27,6 +27,7 @@ from pipeline.data.images.stored import (
     Page,
     StoredImage,
     described_channels,
+    has_other_colours,
     reason,
     upright,
 )
@@ -105,11 +106,11 @@ def is_visible_image(name: str) -> bool:
     return is_image(name) and not is_hidden(name)
 
 
-def decode(
-    data: bytes,
-    choose: Callable[[int, int], Region] | None = None,
-    pixels: Pixels = RGB8,
-) -> np.ndarray:
+def _whole_image(height: int, width: int) -> Region:
+    return 0, 0, height, width
+
+
+def decode(data: bytes, choose: Callable[[int, int], Region] = _whole_image, pixels: Pixels = RGB8) -> np.ndarray:
     """Decode an image of one of the EXTENSIONS to (H, W, C) of `pixels.type`, turned upright by its EXIF tag (HEIC and
     AVIF: by irot and imir).
 
@@ -124,18 +125,13 @@ def decode(
     ext = format_of(data)
     if ext == "jpg" and pixels.is_rgb8:
         orientation = exif_orientation(data)
-
-        def stored(height: int, width: int) -> Region:
-            return _stored_region(choose, height, width, orientation) if choose else (0, 0, height, width)
-
-        part = jpeg_region.decode(data, stored) if choose else None
+        stored = partial(_stored_region, choose, orientation)
+        part = None if choose is _whole_image else jpeg_region.decode(data, stored)
         if part is None:
             part = _decode_jpeg(data, stored)
         if part is not None:
             return upright(part, orientation)
     values = _whole(data, ext, pixels) if pixels.is_rgb8 else stored_image(data).values(pixels)
-    if choose is None:
-        return values
     top, left, height, width = choose(*values.shape[:2])
     return values[top : top + height, left : left + width]
 
@@ -176,7 +172,7 @@ def _stored(data: bytes, ext: str) -> StoredImage | None:
 
 def stored_image(data: bytes) -> StoredImage:
     """Read the header of an image of any format. Raises DecodeError."""
-    header = inspect(data, decode_all=False)
+    header = inspect(data)
     if header.read is not _unread:
         return header
     height, width = header.height, header.width
@@ -242,15 +238,10 @@ def exif_orientation(data: bytes) -> int:
     return with_pillow(data, _orientation) if data.startswith(JPEG) and _may_have_exif(data) else 1
 
 
-def inspect(data: bytes, decode_all: bool, pixels: Pixels = RGB8) -> StoredImage:
+def inspect(data: bytes) -> StoredImage:
     """The header of an image of any kind. Of photographs, its sides are those before EXIF rotation (HEIC: after its
-    own). Raises DecodeError.
-
-    decode_all: decode the whole image as well, as `decode` does, to detect truncated and damaged files; else see
-    `check_end`.
+    own). Raises DecodeError; of truncated and damaged files `decode` does, or `check_end`.
     """
-    if decode_all:
-        decode(data, pixels=pixels)
     ext = format_of(data)
     if ext == "jpg" and (header := _jpeg_header(data)):
         profile = has_other_colours(_jpeg_profile(data))
@@ -400,7 +391,7 @@ def to_rgb8(image: Image.Image) -> tuple[np.ndarray, int]:
     return pixels, orientation
 
 
-def _stored_region(choose: Callable[[int, int], Region], height: int, width: int, orientation: int) -> Region:
+def _stored_region(choose: Callable[[int, int], Region], orientation: int, height: int, width: int) -> Region:
     """Map the region chosen in the upright image to the stored image: the inverse of `upright`."""
     _refuse_bomb(height, width)
     is_transposed = orientation >= 5

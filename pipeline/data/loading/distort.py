@@ -111,9 +111,9 @@ def color_jitter(
     image: np.ndarray,
     strength: float,
     draws: np.ndarray,
-    saturation: float = 0,
-    hue: float = 0,
-    of_hue: np.ndarray | None = None,
+    saturation: float,
+    hue: float,
+    of_hue: np.ndarray | None,
 ) -> np.ndarray:
     """Scale brightness, contrast and saturation of `image`, uint8 (H, W, 3), by factors from 1 - strength to 1 +
     strength.

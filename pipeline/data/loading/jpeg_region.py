@@ -8,7 +8,7 @@ kinds of JPEG, `decode` returns None and the caller decodes the whole image; the
 import ctypes
 import threading
 from collections.abc import Callable
-from ctypes import c_char_p, c_int, c_size_t, c_void_p
+from ctypes import c_int, c_size_t, c_void_p
 from importlib import metadata
 
 import numpy as np
@@ -40,16 +40,6 @@ def _open_library() -> Library | None:
         path = str(names[0].locate())
         short, long = ctypes.PyDLL(path), ctypes.CDLL(path)
         short.tj3Init.restype = c_void_p
-        short.tj3Destroy.argtypes = [c_void_p]
-        short.tj3Destroy.restype = None
-        short.tj3DecompressHeader.argtypes = [c_void_p, c_char_p, c_size_t]
-        short.tj3Get.argtypes = [c_void_p, c_int]
-        short.tj3Set.argtypes = [c_void_p, c_int, c_int]
-        short.tj3SetCroppingRegion.argtypes = [c_void_p, _Box]
-        long.tj3Decompress8.argtypes = [
-            *(c_void_p, c_char_p, c_size_t),  # handle, file, its bytes
-            *(c_void_p, c_int, c_int),  # pixels, bytes per row (0: no gap), pixel format
-        ]
     except (metadata.PackageNotFoundError, IndexError, OSError, AttributeError):
         return None
     return short, long
@@ -63,7 +53,7 @@ class _Handle:
 
     def __init__(self, short: ctypes.PyDLL) -> None:
         self.short = short
-        self.pointer = short.tj3Init(_INIT_DECOMPRESS)
+        self.pointer = c_void_p(short.tj3Init(_INIT_DECOMPRESS))
         if not self.pointer:
             raise MemoryError("tj3Init")
         short.tj3Set(self.pointer, _STOP_ON_WARNING, 1)
@@ -92,7 +82,8 @@ def decode(data: bytes, choose: Callable[[int, int], Region]) -> np.ndarray | No
     handle = getattr(_handles, "handle", None)
     if handle is None:
         handle = _handles.handle = _Handle(short)
-    if short.tj3DecompressHeader(handle.pointer, data, len(data)) or not _is_plain(handle):
+    file = data, c_size_t(len(data))  # Other numbers are of C's type int, which ctypes makes of Python's.
+    if short.tj3DecompressHeader(handle.pointer, *file) or not _is_plain(handle):
         return None
     image_height, image_width = handle.get(_HEIGHT), handle.get(_WIDTH)
     top, left, height, width = choose(image_height, image_width)
@@ -104,7 +95,8 @@ def decode(data: bytes, choose: Callable[[int, int], Region]) -> np.ndarray | No
     if short.tj3SetCroppingRegion(handle.pointer, _Box(first, top, last - first, height)):
         return None
     pixels = np.empty((height, last - first, 3), np.uint8)
-    if long.tj3Decompress8(handle.pointer, data, len(data), pixels.ctypes.data, 0, _RGB):
+    no_gap = 0  # Between rows.
+    if long.tj3Decompress8(handle.pointer, *file, pixels.ctypes, no_gap, _RGB):
         return None
     return pixels[:, left - first : left - first + width]
 

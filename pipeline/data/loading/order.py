@@ -15,28 +15,28 @@ not. Its first uses of the samples of a shard are then a block that is permuted 
 ones, and so on: the uses of a sample are spread over the epoch, and a shard is read once for each of its blocks.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
 from pipeline.base import random_numbers
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.dataset.split import Split
-from pipeline.data.loading.balance import ClassBalance, EpochContents, balance_of
+from pipeline.data.loading.balance import ClassBalance, EpochContents, FirstLabels
 from pipeline.settings.run import DataConfig
 
 
 def order_of_split(split: Split, config: DataConfig, seed: int, global_batch: int) -> "SampleOrder":
     """The order in which a run reads one split."""
-    balance = balance_of(split, config.balance, seed)
+    balance = None  # Where no sample has a label, it would change nothing.
+    if config.balance != 1 and split.max_labels:
+        balance = ClassBalance(FirstLabels(split), split.shard_starts, config.balance, seed)
     return SampleOrder(split.shard_sizes, seed, global_batch, config.streams, config.window, balance)
 
 
-@dataclass(frozen=True)
-class _Epoch:
+class _Epoch(NamedTuple):
     """The blocks of an epoch, which are shards or parts of `contents`.
 
     starts: (blocks + 1,), where each begins. blocks: their numbers, in the epoch's order; ends: of each, in that order.
@@ -48,7 +48,7 @@ class _Epoch:
     contents: EpochContents | None
 
 
-class Order(ABC):
+class Order:
     """Maps positions 0, 1, 2, ... of training to rows. num_samples: of them; global_batch: samples per optimizer step.
 
     is_balanced: whether it uses some samples more often than others.
@@ -58,16 +58,16 @@ class Order(ABC):
     global_batch: int
     is_balanced: bool
 
-    @abstractmethod
     def rows(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(rows, epochs), int64 each, of the samples at these positions, counted from the start of training.
 
         epochs: how often each sample was used before, which is its epoch unless classes are balanced.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def epochs(self, positions: np.ndarray) -> np.ndarray:
         """The epoch of each position, int64."""
+        raise NotImplementedError
 
     def slice(self, step: int, rank: int = 0, world_size: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """`rows` of one rank's part of batch `step` (from 0): int64 (global_batch / world_size,) each."""
@@ -96,7 +96,6 @@ class SampleOrder(Order):
         window: int,
         balance: ClassBalance | None = None,
     ) -> None:
-        assert global_batch % streams == 0, (global_batch, streams)
         self.shard_sizes = np.asarray(shard_sizes, dtype=np.int64)
         self.shard_starts = np.concatenate([[0], np.cumsum(self.shard_sizes)])
         self.num_samples = int(self.shard_starts[-1])
@@ -136,13 +135,12 @@ class SampleOrder(Order):
         index = np.where(is_tail, in_tail, round_number * self.per_round + in_round % self.per_round)
 
         place = self._shuffled_in_windows(epoch, stream, index)
-        laid_out = self._epoch(epoch)
-        contents = laid_out.contents
+        starts, blocks, ends, contents = self._epoch(epoch)
         if contents:
             place = contents.unmerge(place)
-        turn = np.searchsorted(laid_out.ends, place, side="right")
-        block = laid_out.blocks[turn]
-        place += laid_out.starts[block + 1] - laid_out.ends[turn]
+        turn = np.searchsorted(ends, place, side="right")
+        block = blocks[turn]
+        place += starts[block + 1] - ends[turn]
         if not contents:
             return place, np.full_like(place, epoch)
         rows = contents.rows[place]
@@ -177,15 +175,14 @@ class SampleOrder(Order):
         if self._kept is None or self._kept[0] != epoch:
             # The files of a balanced epoch are large: those of another one are removed before these are made.
             self._kept = None
-            self._kept = epoch, self._lay_out(epoch)
+            if self.balance:
+                contents = self.balance.contents(epoch)
+                laid_out = _Epoch(contents.starts, contents.blocks, contents.ends, contents)
+            else:
+                blocks = random_numbers.permutation(len(self.shard_sizes), self.seed, Purpose.SHARD_ORDER, epoch)
+                laid_out = _Epoch(self.shard_starts, blocks, np.cumsum(self.shard_sizes[blocks]), None)
+            self._kept = epoch, laid_out
         return self._kept[1]
-
-    def _lay_out(self, epoch: int) -> _Epoch:
-        if self.balance:
-            contents = self.balance.contents(epoch)
-            return _Epoch(contents.starts, contents.blocks, contents.ends, contents)
-        blocks = random_numbers.permutation(len(self.shard_sizes), self.seed, Purpose.SHARD_ORDER, epoch)
-        return _Epoch(self.shard_starts, blocks, np.cumsum(self.shard_sizes[blocks]), None)
 
 
 def batch_of_step(step: int, skipped_batches: Sequence[tuple[int, int]]) -> int:

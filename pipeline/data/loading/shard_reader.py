@@ -16,10 +16,8 @@ from typing import TypeVar
 import numpy as np
 
 from pipeline.base.errors import is_outage
-from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Split
 from pipeline.data.storage.bucket import BucketPath, to_path
-from pipeline.data.storage.cache import ShardCache
 from pipeline.data.storage.content import content_hash
 from pipeline.data.storage.retry import StorageError
 from pipeline.process.launcher import ranks_on_host
@@ -94,18 +92,20 @@ class ShardReader:
         if self.cache is None or not in_bucket.any():
             yield from requests
             return
-        self._start_downloaders(self.cache)
+        # Daemon threads, so that a download does not delay the exit of a failed process.
+        for _ in range(_DOWNLOADS_AHEAD - len(self._downloaders)):
+            thread = threading.Thread(target=self._download, name="shards ahead", daemon=True)
+            self._downloaders.append(thread)
+            thread.start()
         limit = _SHARE_AHEAD * self.cache.max_bytes / ranks_on_host()
         waiting: deque[tuple[Request, list[int]]] = deque()
         uses: Counter[int] = Counter()  # By requests that wait.
 
         def next_request() -> Iterator[Request]:
+            nonlocal uses
             request, shards = waiting.popleft()
             yield request
-            uses.subtract(shards)
-            for shard in shards:
-                if not uses[shard]:
-                    del uses[shard]
+            uses -= Counter(shards)
 
         for request in requests:
             shards = np.unique(self.split.shard_of(request[0]))
@@ -153,7 +153,7 @@ class ShardReader:
             return _OpenFile(os.open(path, os.O_RDONLY), str(path))
         size = int(self.split.shard_bytes[shard])
         try:
-            if self.cache is not None and (file := self._open_cached(shard, self.cache)) is not None:
+            if self.cache and (file := self._open_cached(shard)) is not None:
                 return _OpenFile(file, f"{path} (its copy in {self.cache.folder})", cached=True)
             return _Ranges(path, size, time.monotonic() + _SECONDS_WITHOUT_CACHE if self.cache else float("inf"))
         except OSError as error:
@@ -164,24 +164,18 @@ class ShardReader:
     def _path(self, shard: int) -> Path | BucketPath:
         return to_path(self.split.shard_paths[shard], self.split.storage.retry)
 
-    def _open_cached(self, shard: int, cache: ShardCache) -> int | None:
+    def _open_cached(self, shard: int) -> int | None:
         path, sha256 = self._path(shard), self.split.shard_sha256[shard].as_py()
+        assert self.cache is not None
         assert isinstance(path, BucketPath)
-        return cache.open(path, int(self.split.shard_bytes[shard]), sha256)
+        return self.cache.open(path, int(self.split.shard_bytes[shard]), sha256)
 
-    def _start_downloaders(self, cache: ShardCache) -> None:
-        # Daemon threads, so that a download does not delay the exit of a failed process.
-        for _ in range(_DOWNLOADS_AHEAD - len(self._downloaders)):
-            thread = threading.Thread(target=self._download, args=[cache], name="shards ahead", daemon=True)
-            self._downloaders.append(thread)
-            thread.start()
-
-    def _download(self, cache: ShardCache) -> None:
+    def _download(self) -> None:
         """Download the shards of the queue into the cache, until None is read."""
         while (shard := self._ahead.get()) is not None:
             # The thread that reads the shard meets the same error and reports it.
             with contextlib.suppress(Exception):
-                if shard not in self._bad and (file := self._open_cached(shard, cache)) is not None:
+                if shard not in self._bad and (file := self._open_cached(shard)) is not None:
                     os.close(file)
 
 
@@ -220,13 +214,7 @@ class _Ranges:
     """A shard in a bucket, read by range requests. until: time at which the cache is tried again."""
 
     def __init__(self, path: BucketPath, size: int, until: float) -> None:
-        reader = path.reader()
-        if reader.size() != size:
-            raise OSError(
-                f"{path} has {counted(reader.size(), 'byte')}, but {size:,} in the manifest: it was replaced or"
-                " damaged."
-            )
-        self.read_at, self.name, self.until = reader.read_at, str(path), until
+        self.read_at, self.name, self.until = path.reader(size).read_at, str(path), until
 
     def is_evicted(self) -> bool:
         return False

@@ -14,10 +14,10 @@ from pipeline.architecture.config import Config
 from pipeline.architecture.pixels import ANY_TYPE, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.images.stored import DecodeError, upright
-from pipeline.data.loading.augment import write_eval_view
 from pipeline.data.loading.decode import decode, to_rgb8
 from pipeline.data.loading.loader import normalise
 from pipeline.data.loading.values import batch_values
+from pipeline.data.loading.views import write_eval_view
 from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig

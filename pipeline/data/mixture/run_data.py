@@ -85,11 +85,11 @@ def open_run_data(data: DataConfig, seed: int, labels: Labels, storage: Storage 
     own = open_dataset(data.path, storage)
     targets = _chosen_targets(own, data) if labels == "targets" else []
     split, evaluation = run_splits(own, data, seed)
-    split = _with_targets(own, split, targets)
+    split = split.with_targets(targets, own.targets)
     held_out = ([] if evaluation is None else [evaluation]) + [
         own.split(name, data.exclude) for name in data.evaluated if name != data.evaluated_split
     ]
-    evaluated = {part.name: _with_targets(own, part, targets) for part in held_out}
+    evaluated = {part.name: part.with_targets(targets, own.targets) for part in held_out}
     mixture = mixture_of(data)
     run = RunData(own, own, split, evaluated, held_out_split(own, data), len(split), targets)
     if len(mixture.sets) > 1:
@@ -128,12 +128,6 @@ def _chosen_targets(own: Dataset, data: DataConfig) -> list[str]:
     return data.targets or own.targets
 
 
-def _with_targets(dataset: Dataset, split: Split, names: Sequence[str]) -> Split:
-    """A split of the data set with these numbers, in this order; one that it lacks is missing."""
-    places = {name: place for place, name in enumerate(dataset.targets)}
-    return split.with_targets([places.get(name, -1) for name in names])
-
-
 def _refuse_without_targets(run: RunData) -> None:
     """Raise UserError for a number that no training image has, and for a split to evaluate on without any."""
     for split in run.evaluated.values():
@@ -167,7 +161,8 @@ def _with_other_sets(run: RunData, mixture: Mixture, data: DataConfig, seed: int
     for entry in mixture.sets[1:]:
         try:
             other = open_dataset(entry.path, run.own.storage)
-            split = _with_targets(other, other.split(entry.split, entry.exclude, entry.limit, seed), run.targets)
+            split = other.split(entry.split, entry.exclude, entry.limit, seed)
+            split = split.with_targets(run.targets, other.targets)
         except UserError as error:
             raise UserError(f"data.mix, {entry.path}: {error}") from None
         is_same = (other.fingerprint, entry.split) == (run.own.fingerprint, run.split.name)
@@ -278,11 +273,6 @@ def _notes_of_ranges(sets: Sequence[Part], pixels: Pixels) -> list[str]:
     return [f"the sets differ in channels or type, so each is read by its own range: {pixels}", *filled]
 
 
-def _reads_labels(one: Part, labels: Labels) -> bool:
-    """Whether the labels of a set of data.mix are read; of the others, only the images are."""
-    return labels == "learned" or (labels == "partly" and one.entry.labels and bool(one.dataset.classes))
-
-
 def _bring_together(sets: Sequence[Part], labels: Labels) -> tuple[Dataset, list[Part], list[str]]:
     """(the first data set with the classes of all, the sets with these classes' numbers or without labels, a line for
     each set with own classes).
@@ -292,7 +282,9 @@ def _bring_together(sets: Sequence[Part], labels: Labels) -> tuple[Dataset, list
     with one and several labels a sample.
     """
     own = sets[0].dataset
-    joined = [sets[0], *(one for one in sets[1:] if _reads_labels(one, labels))]
+    # Those of data.mix whose labels are read; of the others, only the images are.
+    partly = [one for one in sets[1:] if labels == "partly" and one.entry.labels and one.dataset.classes]
+    joined = sets if labels == "learned" else [sets[0], *partly]
     labelled = {bool(one.dataset.classes): one.entry.path for one in joined}
     several = {one.split.max_labels > 1: one.entry.path for one in joined}
     if len(labelled) > 1:
@@ -319,13 +311,12 @@ def _bring_together(sets: Sequence[Part], labels: Labels) -> tuple[Dataset, list
             together.append(replace(one, split=one.split.without_labels()))
             continue
         numbers = np.array([places[name] for name in one.dataset.classes], np.int32)
-        is_same = np.array_equal(numbers, np.arange(len(numbers)))
-        together.append(one if is_same else replace(one, label_map=numbers))
+        together.append(replace(one, label_map=numbers))
         alone = [name for name in one.dataset.classes if having[name] == 1]
         if alone and len(joined) > 1:
             notes.append(
                 f"of {counted(len(shown), 'class')} of the mixture, only {one.entry.path} has {len(alone):,}, such as"
                 f" {alone[0]!r}"
             )
-    of_all = {"classes": list(shown), "num_classes": len(shown), "class_names": list(shown.values())}
+    of_all = {"classes": list(shown), "class_names": list(shown.values())}
     return replace(own, info=own.info | of_all), together, notes

@@ -2,7 +2,7 @@
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NoReturn
@@ -13,9 +13,12 @@ import pyarrow as pa
 from pipeline.architecture.pixels import Pixels
 from pipeline.base.words import counted
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.data.dataset.split import Split
+from pipeline.data.dataset.split import NOTHING_EXCLUDED, Split
 from pipeline.data.mixture.phases import Mixture
 from pipeline.settings.run import MixedSet
+
+# Name in a run's identity.
+MIXTURE = "mixture"
 
 
 def _ask_the_parts(split: Split) -> NoReturn:
@@ -25,7 +28,7 @@ def _ask_the_parts(split: Split) -> NoReturn:
 @dataclass(frozen=True, eq=False)
 class Part:
     """One data set of a mixture. entry: its settings. split: its samples. label_map: its classes' numbers in the
-    mixture, int32, where these are others.
+    mixture, int32; None for a set whose labels are not read.
     """
 
     entry: MixedSet
@@ -53,7 +56,7 @@ class MixedSplit(Split):
     lines: tuple[str, ...]
 
     # Inherited, they would silently be those of the first part.
-    place_of = hash_of = label_offsets = label_values = groups = group_names = property(_ask_the_parts)
+    place_of = hash_of = label_counts = label_values = groups = group_names = property(_ask_the_parts)
     only = relabelled = without_labels = with_targets = property(_ask_the_parts)
 
     @property
@@ -160,3 +163,52 @@ def mix(mixture: Mixture, sets: Sequence[Part], lines: Sequence[str], pixels: Pi
     }
     of_first = {field.name: getattr(splits[0], field.name) for field in fields(Split)}
     return MixedSplit(**of_first | of_all, mixture=mixture, sets=tuple(sets), lines=tuple(lines))
+
+
+def mixture_facts(split: MixedSplit) -> dict[str, Any]:
+    """A checkpoint's record of a mixture, as plain values: each set with its content, and by first batch the samples of
+    each set in a period.
+    """
+    sets = [
+        {
+            "path": one.entry.path,
+            "split": one.entry.split,
+            "limit": str(one.entry.limit),
+            "fingerprint": one.dataset.fingerprint,
+            "excluded": one.split.excluded,
+        }
+        | ({} if one.entry.labels else {"labels": False})
+        for one in split.sets
+    ]
+    return {
+        "sets": sets,
+        "phases": [[phase.first_batch, phase.shares.counts.tolist()] for phase in split.mixture.phases],
+    }
+
+
+def mixed_until(identity: Mapping[str, Any], batches: int) -> str:
+    """Describes a run's first batches by its identity: equal texts have equal batches."""
+    mixture = identity.get(MIXTURE) or _one_set(identity)
+    phases = [(start, counts) for start, counts in mixture["phases"] if start < max(batches, 1)]
+    words = []
+    for number, one in enumerate(mixture["sets"]):
+        counts = [of_phase[number] for _, of_phase in phases]
+        if not any(counts):
+            continue
+        shares = ", then ".join(
+            f"{of_phase[number]}/{sum(of_phase)}" + f" from step {start}" * bool(start) for start, of_phase in phases
+        )
+        but = f" without {one['excluded']}" * (one["excluded"] != NOTHING_EXCLUDED)
+        but += " without its labels" * (not one.get("labels", True))
+        words.append(f"set {number}: {one['fingerprint']} split {one['split']}{but}, {shares}")
+    return "; ".join(words)
+
+
+def _one_set(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """The same of a run with one data set."""
+    one = {
+        "split": identity.get("data.train_split", "train"),
+        "fingerprint": identity.get("fingerprint"),
+        "excluded": identity.get("excluded", NOTHING_EXCLUDED),
+    }
+    return {"sets": [one], "phases": [[0, [1]]]}

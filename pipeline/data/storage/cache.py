@@ -11,16 +11,12 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipeline.base.locks import FileLock, locked
-from pipeline.base.words import counted
 from pipeline.data.storage.bucket import BucketPath
 from pipeline.data.storage.retry import Retry, StorageError
+from pipeline.data.storage.tars import TarsToCheck
 from pipeline.process.waits import waiting
-
-if TYPE_CHECKING:
-    from pipeline.data.storage.tars import TarsToCheck
 
 _ATTEMPTS = 2
 _READY, _COMING = ".shard", ".part"
@@ -112,12 +108,7 @@ class ShardCache:
     def _download(self, path: BucketPath, file: int, size: int, sha256: str) -> None:
         """Write the shard to `file`. Raises OSError when it differs from the manifest."""
         for _ in range(_ATTEMPTS):
-            reader = path.reader()
-            if (there := reader.size()) != size:
-                raise OSError(
-                    f"{path} has {counted(there, 'byte')}, but {size:,} in the manifest: it was replaced or damaged."
-                )
-            reader.copy_to(file)
+            path.reader(size).copy_to(file)
             os.ftruncate(file, size)
             with open(os.dup(file), "rb") as content:
                 content.seek(0)
@@ -148,7 +139,7 @@ class Storage:
 
     retry: Retry = field(default_factory=Retry)
     cache: ShardCache | None = None
-    unchecked: list["TarsToCheck"] | None = None
+    unchecked: list[TarsToCheck] | None = None
 
     @classmethod
     def create(cls, retry_minutes: float, cache: str, cache_gb: float, num_ranks: int = 1) -> "Storage":

@@ -116,10 +116,6 @@ class BucketPath:
             metadata = file.metadata()
         return (metadata.get("ETag") or metadata.get("generation", b"")).decode()
 
-    def sizes(self) -> dict[str, int]:
-        """Name -> bytes of the objects directly in this folder, from one listing."""
-        return {path.name: size for path, size, _ in self.walk(recursive=False)}
-
     def walk(self, recursive: bool = True) -> Iterator[tuple["BucketPath", int, int]]:
         """(path, bytes, time of the last change in ns) of every object below this folder, or directly in it."""
         for info in self._list(recursive):
@@ -139,8 +135,8 @@ class BucketPath:
         return (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
 
     # ---------------------------------------------------------------- reading
-    def reader(self) -> "ObjectReader":
-        return ObjectReader(self)
+    def reader(self, expected: int | None = None) -> "ObjectReader":
+        return ObjectReader(self, expected)
 
     def open(self, mode: str = "rb", buffering: int = _READ_AHEAD) -> BinaryIO:
         """The object as a seekable file. buffering: bytes to read ahead, or 0. Raises FileNotFoundError."""
@@ -260,9 +256,14 @@ class RangeReader(io.RawIOBase):
 class ObjectReader(RangeReader):
     """Reads byte ranges of one object, safe to call from many threads; as a raw stream, for one."""
 
-    def __init__(self, path: BucketPath) -> None:
+    def __init__(self, path: BucketPath, expected: int | None = None) -> None:
+        """expected: its bytes by a manifest. Raises OSError if it has others."""
         self.path = path
         self._file: pa.NativeFile | None = None
+        if expected is not None and (size := self.size()) != expected:
+            raise OSError(
+                f"{path} has {counted(size, 'byte')}, but {expected:,} in the manifest: it was replaced or damaged."
+            )
 
     def size(self) -> int:
         """Bytes of the object, as of the first call. Raises FileNotFoundError."""

@@ -18,8 +18,8 @@ from torch.nn.functional import cross_entropy
 from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
-from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.loading.augment import resize, resize_method
+from pipeline.data.dataset.split import BadBudget
+from pipeline.data.loading.views import resize, resize_method
 from pipeline.evaluate.intervals import freedom_of_groups, quantile
 from pipeline.evaluate.loaded_model import LoadedModel
 from pipeline.evaluate.patches import between_centres, between_patches

@@ -22,13 +22,11 @@ from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
 from pipeline.base.words import counted
-from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.dataset.groups import group_finder
-from pipeline.data.dataset.split import Split
-from pipeline.data.loading.augment import MAX_ASPECT
+from pipeline.data.dataset.split import BadBudget, Split, group_finder
 from pipeline.data.loading.decode import DecodeError, decode, is_image, with_pillow
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.values import model_values
+from pipeline.data.loading.views import MAX_ASPECT
 from pipeline.evaluate.adhoc_split import AdhocSplit, is_dataset, open_adhoc_split
 from pipeline.evaluate.loaded_model import refuse_none_readable
 from pipeline.process.waits import worked

@@ -19,8 +19,7 @@ from pipeline.base.metric import metric_of
 from pipeline.base.page import png
 from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted
-from pipeline.data.dataset.bad_budget import BadBudget
-from pipeline.data.dataset.split import Split
+from pipeline.data.dataset.split import BadBudget, Split
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.values import to_rgb
 from pipeline.data.storage.atomic import replacing, write_files

@@ -13,8 +13,8 @@ import pytest
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.dataset import manifest
-from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import ROWS, Dataset, Shard, location_and_split, open_dataset, write_dataset
+from pipeline.data.dataset.split import BadBudget
 from pipeline.data.storage.cache import Storage
 from pipeline.data.storage.tars import check_tars_on_all_ranks
 
@@ -69,7 +69,7 @@ def test_arrays_of_a_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         train.shard_starts,
         train.index.offsets[:],
         train.index.sizes[:],
-        train.label_offsets,
+        train.label_counts,
     ):
         assert array.dtype == np.int64
     assert train.label_values.dtype == np.int32
@@ -160,7 +160,7 @@ def test_ranks_with_the_same_files_share_the_check_of_the_tars(tmp_path: Path) -
     storage = Storage(unchecked=[])
     open_dataset(tmp_path, storage).split("train")
     (tars,) = storage.unchecked
-    for tar in tars.paths:
+    for tar, *_ in tars.tars:
         Path(tar).unlink()
     found = []
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from pipeline.base import random_numbers
-from pipeline.data.loading import augment
-from pipeline.data.loading.augment import inception_crop, write_eval_view, write_train_view
+from pipeline.data.loading import views
+from pipeline.data.loading.views import inception_crop, write_eval_view, write_train_view
 from pipeline.settings.run import AugmentConfig
 
 
@@ -211,7 +211,7 @@ def test_a_long_image_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> No
     sizes = []
     resize = cv2.resize
     monkeypatch.setattr(
-        augment.cv2, "resize", lambda image, size, **rest: sizes.append(size) or resize(image, size, **rest)
+        views.cv2, "resize", lambda image, size, **rest: sizes.append(size) or resize(image, size, **rest)
     )
     evaluated(np.zeros((1, 65500, 3), np.uint8), 224)
     evaluated(np.zeros((65500, 1, 3), np.uint8), 224)

@@ -107,14 +107,16 @@ def test_headers(encode: Encode, noise: np.ndarray) -> None:
         (imagecodecs.jpegxl_encode(rgba.astype("u2")), deep, ("jxl", 20, 12, 3, True, 1, "uint16")),
     ]
     for data, pixels, expected in files:
-        for decode_all in (True, False):
-            found = inspect(data, decode_all=decode_all, pixels=pixels)
-            fields = (found.ext, found.width, found.height, found.channels, found.alpha, found.pages, found.type)
-            assert fields == expected
+        decode(data, pixels=pixels)
+        found = inspect(data)
+        fields = (found.ext, found.width, found.height, found.channels, found.alpha, found.pages, found.type)
+        assert fields == expected
 
 
 def sides(data: bytes, decode_all: bool = True) -> tuple[str, int, int]:
-    found = inspect(data, decode_all)
+    if decode_all:
+        decode(data)
+    found = inspect(data)
     return found.ext, found.width, found.height
 
 
@@ -229,7 +231,7 @@ def test_a_file_cut_anywhere_is_refused(name: str, share: float, encode: Encode)
         decode(data[: int(len(data) * share)])
     if name == "pgm":
         return
-    ext = inspect(data, decode_all=False).ext
+    ext = inspect(data).ext
     for whole in (data, data + bytes(100), data + b"SEFH" + b"\xff" * 99, data + data):
         check_end(whole, ext)
         if ext != "jp2" or whole is data:  # OpenJPEG refuses bytes after its last box.
@@ -246,7 +248,7 @@ def test_the_size_in_a_heic_is_bounded_before_it_is_decoded() -> None:
         header = struct.pack(">II", 100, 96), struct.pack(">II", width, height)
         bomb = HEIC["tiles"].replace(grid, struct.pack(">BBHH", 1, 1, width, height)).replace(*header)
         with pytest.raises(DecodeError, match=r"more than 178,956,970|exceeds the maximum image size"):
-            inspect(bomb, decode_all=True)
+            inspect(bomb)
 
 
 def test_exif_is_found_wherever_it_stands(encode: Encode) -> None:
@@ -270,7 +272,7 @@ def test_exif_that_makes_no_sense_costs_nothing(encode: Encode) -> None:
     for file in files:
         check(decode(file), CORNERS, within=6)
         check(decode(file, lambda height, width: (0, 0, height, width)), CORNERS, within=6)
-        assert inspect(file, decode_all=True).ext == "jpg"
+        assert inspect(file).ext == "jpg"
 
 
 def broken(encode: Encode) -> dict[str, bytes]:
@@ -350,7 +352,7 @@ def test_a_phone_s_heic_is_read_whatever_its_main_brand(encode: Encode) -> None:
 
 
 def left_out(data: bytes, pixels: Pixels | None) -> list[str]:
-    return sorted(of_header(inspect(data, decode_all=False), pixels), key=list(LEFT_OUT).index)
+    return sorted(of_header(inspect(data), pixels), key=list(LEFT_OUT).index)
 
 
 def profile(space: bytes, primaries: dict[bytes, tuple[float, ...]]) -> bytes:

@@ -9,9 +9,9 @@ import pytest
 from PIL import Image, ImageOps
 
 from pipeline.base import random_numbers
-from pipeline.data.loading.augment import write_train_view
 from pipeline.data.loading.distort import distort, erased_box
 from pipeline.data.loading.randaugment import grey
+from pipeline.data.loading.views import write_train_view
 from pipeline.settings.run import AugmentConfig
 
 JITTER = {"color_jitter": 0.4, "saturation": 0.2, "hue": 0.1, "color_jitter_probability": 0.9}

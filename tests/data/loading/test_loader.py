@@ -15,7 +15,7 @@ from tiny import train_view
 from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import Dataset, Split
-from pipeline.data.loading import augment
+from pipeline.data.loading import views
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.loader import Batch, Loader, normalise
 from pipeline.data.loading.shard_reader import ShardReader
@@ -100,9 +100,7 @@ def test_a_batch_is_its_samples(dataset: Dataset) -> None:
         assert batch.valid.all()
         for place, row in enumerate(rows):
             expected = np.empty((24, 24, 3), np.uint8)
-            augment.write_train_view(
-                decode(reader.read(row)), expected, AugmentConfig(), 3, int(epochs[place]), int(row)
-            )
+            views.write_train_view(decode(reader.read(row)), expected, AugmentConfig(), 3, int(epochs[place]), int(row))
             assert np.array_equal(batch.images[place].numpy(), expected)
             assert batch.labels[place].tolist() == (LABELS[row] + [-1])[:2]
     assert not loader.bad

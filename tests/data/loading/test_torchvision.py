@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipeline.base import random_numbers
-from pipeline.data.loading import augment, randaugment
+from pipeline.data.loading import randaugment, views
 from pipeline.data.loading.distort import blur, color_jitter, turn_hue
 from pipeline.settings.run import AugmentConfig
 
@@ -58,11 +58,11 @@ def test_the_parts_of_colour_jitter_in_one_order() -> None:
         assert (difference != 0).mean() < 0.3, case
 
 
-@pytest.mark.parametrize(("name", "method"), [("bilinear", augment.ANTIALIAS), ("bicubic", augment.BICUBIC)])
+@pytest.mark.parametrize(("name", "method"), [("bilinear", views.ANTIALIAS), ("bicubic", views.BICUBIC)])
 def test_antialiased_crops_are_equal(name: str, method: int) -> None:
     """Shrunk and enlarged; the same kernel of torch."""
     for side in (5, 16):
-        found = augment.resize(SAVED["large"][2:13, 3:16], (side, side), method)
+        found = views.resize(SAVED["large"][2:13, 3:16], (side, side), method)
         assert np.array_equal(found, SAVED[f"{name} {side}"])
 
 
@@ -74,5 +74,5 @@ def test_random_resized_crops_are_equal() -> None:
         config = AugmentConfig(area_min=least, area_max=most)
         for i, expected in enumerate(boxes):
             uniform = random_numbers.uniform(0, 1, i, np.arange(40))
-            found = augment.random_resized_crop(int(height), int(width), config, uniform.item)
+            found = views.random_resized_crop(int(height), int(width), config, uniform.item)
             assert found == tuple(expected)

@@ -15,13 +15,12 @@ from pipeline.base import random_numbers
 from pipeline.base.errors import UserError
 from pipeline.base.random_numbers import Purpose
 from pipeline.data.dataset.manifest import open_dataset
-from pipeline.data.loading.augment import ANTIALIAS, BICUBIC, resize, write_train_view
 from pipeline.data.loading.decode import DecodeError, decode
 from pipeline.data.loading.distort import distort
 from pipeline.data.loading.loader import Loader, normalise
 from pipeline.data.loading.shard_reader import ShardReader
 from pipeline.data.loading.values import batch_values, to_rgb
-from pipeline.data.loading.views import Views, eval_view, train_views
+from pipeline.data.loading.views import ANTIALIAS, BICUBIC, Views, eval_view, resize, train_views, write_train_view
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import AugmentConfig
 

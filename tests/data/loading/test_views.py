@@ -10,7 +10,7 @@ from PIL import Image
 from tiny import train_view
 
 from pipeline.data.dataset.manifest import Dataset, Split
-from pipeline.data.loading import augment, jpeg_region, views
+from pipeline.data.loading import jpeg_region, views
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.shard_reader import ShardReader
@@ -150,5 +150,5 @@ def test_a_region_gives_the_views_of_the_whole_image(
                         train_views(groups, SEED).write(data, outs, 1, row)
                 assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
                 alone = np.empty((24, 24, 3), np.uint8)
-                augment.write_train_view(decode(data), alone, groups[0].augment, view_seed(SEED, 1), 1, row)
+                views.write_train_view(decode(data), alone, groups[0].augment, view_seed(SEED, 1), 1, row)
                 assert np.array_equal(found[1], alone)

@@ -17,7 +17,7 @@ from test_loader import COUNT, LABELS, requests
 
 from pipeline.base.errors import Interrupted, OneRankCrashError, UserError
 from pipeline.data.dataset.manifest import Dataset
-from pipeline.data.loading import workers
+from pipeline.data.loading import loader as loading
 from pipeline.data.loading.loader import Batch, Loader
 from pipeline.data.loading.views import Views, ViewWriter, train_views
 from pipeline.data.mixture.run_data import _refuse_remote
@@ -65,9 +65,9 @@ def is_alive(number: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("shared", [workers._SHARED_BYTES, 1])  # The least has room for the views of one sample.
+@pytest.mark.parametrize("shared", [loading._SHARED_BYTES, 1])  # The least has room for the views of one sample.
 def test_processes_give_the_batches_of_threads(dataset: Dataset, shared: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_SHARED_BYTES", shared)
+    monkeypatch.setattr(loading, "_SHARED_BYTES", shared)
     expected, bad = load(dataset, 0)
     for processes in (1, 3):
         found, bad_there = load(dataset, processes)
@@ -144,8 +144,8 @@ def test_reading_a_shard_again_is_announced_and_counted(dataset: Dataset, monkey
         yield
 
     monkeypatch.setattr(os, "pread", fail)  # Before the fork.
-    monkeypatch.setattr(workers, "_USUAL_SECONDS", 0.0)
-    monkeypatch.setattr(workers, "waiting", waiting)
+    monkeypatch.setattr(loading, "_USUAL_SECONDS", 0.0)
+    monkeypatch.setattr(loading, "waiting", waiting)
     with Loader(split, train_views(GROUPS, 3), 2, 2, 1.0, processes=1) as loader:
         assert len(list(loader.batches(requests()))) == 4
     assert loader.bad.keys() == {7}

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from pipeline.base.errors import UserError
 from pipeline.data.loading.order import SampleOrder
 from pipeline.data.mixture.order import MixtureOrder, samples_a_round, seed_of_set
-from pipeline.data.mixture.phases import Mixture, Phase
-from pipeline.data.mixture.shares import MAX_PERIOD, Shares, whole_numbers
+from pipeline.data.mixture.phases import MAX_PERIOD, Mixture, Phase, Shares, whole_numbers
 from pipeline.settings.run import DataConfig
 
 _WEIGHTS = st.lists(st.integers(1, 99), min_size=1, max_size=6)

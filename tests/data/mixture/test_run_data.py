@@ -14,8 +14,8 @@ from pipeline import objectives
 from pipeline.architecture.objectives import Labels
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
-from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import ROWS, SAMPLES_FILE, SHARDS_FILE, Shard, open_dataset, write_dataset
+from pipeline.data.dataset.split import BadBudget
 from pipeline.data.loading.decode import decode
 from pipeline.data.loading.loader import Loader, normalise
 from pipeline.data.loading.order import SampleOrder

@@ -38,12 +38,13 @@ print(peak() - before, done.shard.bytes)
 """
 _IMAGE = """
 from pipeline.architecture.pixels import RGB8, Pixels
-from pipeline.data.loading.decode import inspect
+from pipeline.data.loading.decode import decode, inspect
 with open(sys.argv[1], "rb") as file:
     data = file.read()
 before = peak()
 pixels = RGB8 if sys.argv[2] == "RGBA" else Pixels.full_range(("x",), "uint16")
-found = inspect(data, decode_all=True, pixels=pixels)
+decode(data, pixels=pixels)
+found = inspect(data)
 print(peak() - before, found.width * found.height)
 """
 

@@ -49,7 +49,7 @@ def test_numbers_of_a_list_reach_the_split(ray_cluster: int, tmp_path: Path) -> 
     assert np.array_equal(split.target_values, expected, equal_nan=True)
     assert np.array_equal(split.targets_of(1), expected[1], equal_nan=True)
     assert np.array_equal(split.only(np.array([0, 2])).target_values, expected[[0, 2]], equal_nan=True)
-    chosen = split.with_targets([1, -1])
+    chosen = split.with_targets(["age", "height"], dataset.targets)
     assert np.array_equal(chosen.target_values[:, 0], expected[:, 1], equal_nan=True)
     assert np.isnan(chosen.target_values[:, 1]).all()
     # In the manifest a missing value is null, in a shard as well.

@@ -12,7 +12,7 @@ from torch.nn.functional import interpolate
 from pipeline import model as models
 from pipeline.architecture.pixels import RGB8
 from pipeline.base import random_numbers
-from pipeline.data.dataset.bad_budget import BadBudget
+from pipeline.data.dataset.split import BadBudget
 from pipeline.evaluate.loaded_model import load_model
 from pipeline.evaluate.segmentation import linear
 from pipeline.evaluate.segmentation.pairs import NO_CLASS, open_pairs, scan

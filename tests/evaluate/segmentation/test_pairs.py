@@ -11,8 +11,8 @@ from PIL import Image
 
 from pipeline.architecture.pixels import RGB8
 from pipeline.base.errors import UserError
-from pipeline.data.dataset.bad_budget import BadBudget
 from pipeline.data.dataset.manifest import Dataset
+from pipeline.data.dataset.split import BadBudget
 from pipeline.data.loading.decode import DecodeError
 from pipeline.evaluate.segmentation.pairs import NO_CLASS, open_pairs, pair_reader, scan
 
