@@ -6,11 +6,6 @@ from dataclasses import dataclass
 
 from pipeline.settings.yaml_reader import read_table
 
-SOURCE = "ViT paper (arXiv 2010.11929v2), Table 9; mean and deviation over 3 runs: Table 2"
-# For the ResNet the paper gives only the mean.
-RESNET = "BiT-L (R152x4, JFT) 76.29 ± 1.70"
-PROTOCOL = "2,500 steps of 512, lr 0.01, 384 px (B.1.1)"
-
 
 @dataclass(frozen=True)
 class Published:
