@@ -31,7 +31,7 @@ from pipeline.experiment.spec import RunSpec, make_spec, run_spec, state_of
 from pipeline.monitor.page_folder import PageFolder, Start
 from pipeline.monitor.run_page import RunFacts, WeightsOrigin
 from pipeline.process.outputs import holding_outputs
-from pipeline.review.reader import from_folder
+from pipeline.review.record import from_folder
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import GridConfig
 from pipeline.settings.quantities import Limit
