@@ -1,4 +1,4 @@
-"""Does the runs of an experiment that are not done, here, as Ray tasks, or one, and answers its question.
+"""Plans an experiment, does the runs that are not done, here, as Ray tasks, or one, and answers its question.
 
 experiment.json  what its runs are, which a started experiment must not change. A folder holds one experiment.
 RUN/             run folder of each run
@@ -10,11 +10,12 @@ results.parquet  what is known of each run (table.py), with results.csv, report.
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from statistics import median
 from typing import Any, NoReturn, Self
 
 from pipeline import objectives
@@ -22,8 +23,8 @@ from pipeline.base import json_record
 from pipeline.base.errors import DivergedError, UserError
 from pipeline.base.files import as_bytes, replacing, table_csv, write_text
 from pipeline.base.progress import ProgressFile, duration
-from pipeline.base.words import counted, first_of
-from pipeline.cluster.ray_tasks import LostError, RunJobs, run_here
+from pipeline.base.words import aligned, counted, first_of
+from pipeline.cluster.ray_tasks import LostError, RunJobs, run_here, shared_path
 from pipeline.cluster.status_files import RESUME
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.storage.atomic import write_files
@@ -32,8 +33,8 @@ from pipeline.experiment.spec import RunSpec, StoppedError, row_of, run_spec, se
 from pipeline.experiment.table import TABLE, TO_RUN, Row, flat_rows, keep_earlier, parquet, read_table
 from pipeline.monitor.origin import sha256_now
 from pipeline.monitor.run_page import RunFacts
+from pipeline.process.outputs import hold
 from pipeline.settings import schema
-from pipeline.settings.commands.study import ExperimentConfig
 from pipeline.settings.quantities import Limit
 from pipeline.settings.run import TrackConfig
 from pipeline.settings.schema import Fact
@@ -41,6 +42,8 @@ from pipeline.settings.schema import Fact
 OUTPUT, NOTES = "output", "notes"
 # Least time between two answers of an unfinished experiment, each of which draws figures.
 _ANSWER_SECONDS = 60.0
+# What a process costs beside training, in seconds: imports, the first step, evaluation, the last checkpoint.
+_SECONDS_OF_A_PROCESS = 20.0
 
 
 @dataclass
@@ -251,7 +254,67 @@ def sources_of(specs: Iterable[RunSpec]) -> dict[str, str]:
     return found | {name: sha256 for name, sha256 in known.items() if sha256}
 
 
+# -------------------------------------------------------------------- the plan
+def hours_of(experiment: Experiment, rows: Mapping[str, Row]) -> dict[str, float]:
+    """Hours of every run by the clock, alone: by the speed of those that are done, else by `tflops` of the settings; {}
+    without either.
+    """
+    config, specs = experiment.config, experiment.specs
+    measured: dict[str, list[float]] = {}
+    for spec in specs:
+        if (row := rows.get(spec.name)) and row.hours and spec.flops:
+            measured.setdefault(spec.group, []).append(row.hours / spec.flops)
+    if measured:
+        per_flop = {group: median(values) for group, values in measured.items()}
+        usual = median(per_flop.values())
+        return {spec.name: spec.flops * per_flop.get(spec.group, usual) for spec in specs}
+    rate = config.tflops * 1e12 * max(1, config.gpus)
+    if not rate or not experiment.flops:
+        return {}
+    return {spec.name: (spec.flops / rate + _SECONDS_OF_A_PROCESS) / 3600 for spec in specs}
+
+
+def plan_lines(experiment: Experiment, rows: Mapping[str, Row], hours: Mapping[str, float]) -> list[str]:
+    """Lines of the plan: all runs with their size, length and compute, "-" where unknown; the sums; and notes."""
+    table: list[tuple[str, ...]] = [("run", "images", "steps", "exaFLOPs", "state")]
+    for name, row in rows.items():
+        numbers = {",": row.data_size, ",d": row.steps, ".3g": row.exaflops}
+        table.append((name, *(format(value, look) if value else "-" for look, value in numbers.items()), row.state))
+    left = [hours[name] for name, row in rows.items() if row.state in TO_RUN and name in hours]
+    done = sum(row.state == "done" for row in rows.values())
+    summary = f"{counted(len(rows), 'run')}, {done} of them done; {experiment.flops / 1e18:.3g} exaFLOPs are computed"
+    if left:
+        summary += f"; those left take {duration(3600 * sum(left))}, one after the other"
+        gpus = experiment.config.gpus
+        summary += f", {sum(left) * gpus:,.3g} GPU hours" if gpus else ""
+    return [*aligned(table, 1), f"{summary}.", *experiment.notes]
+
+
 # -------------------------------------------------------------------- the engine
+def start(make: Callable[[Any], Experiment], config: Any, run_jobs: RunJobs | None) -> Any:
+    """Do what the settings of a study or a grid ask for: a plan, one run, or all. Returns as `run`, else None.
+
+    run_jobs: where runs are done; by default as config.on says.
+    """
+    folder = Path(str(shared_path("out", config.out))) / config.name
+    if not (config.plan or config.cell):
+        hold(folder)
+    experiment = make(config)
+    if config.cell:
+        run_one(experiment, config.cell)
+        return None
+    _, rows = experiment.known()
+    if not config.report:
+        print("\n".join(plan_lines(experiment, rows, hours_of(experiment, rows))), flush=True)
+    if config.plan:
+        return None
+    if not run_jobs and config.on == "ray" and not config.report:
+        run_jobs = on_ray(config.threads, config.gpus, config.num_tasks)
+        if config.gpus and not run_jobs.keywords["num_gpus"]:  # type: ignore[attr-defined]
+            raise UserError(f"gpus = {config.gpus}, but this Ray cluster has no GPU. Use gpus=0 to train on CPUs.")
+    return run(experiment, run_jobs or run_here, config.report)
+
+
 def run(experiment: Experiment, run_jobs: RunJobs, only_report: bool = False) -> Any:
     """Do what is not done, in the experiment's folder, locked by the caller, and write its table and report. Returns
     `ExperimentAnswer.result`.
@@ -307,22 +370,14 @@ def on_ray(threads: int, gpus: float, num_tasks: int) -> RunJobs:
     return partial(ray_tasks.run_tasks, limit=num_tasks or fitting, num_cpus=threads, num_gpus=num_gpus)
 
 
-def place(config: ExperimentConfig) -> RunJobs:
-    """What runs the jobs of a study or a grid."""
-    if config.on == "here" or config.report or config.plan or config.cell:
-        return run_here
-    run_jobs = on_ray(config.threads, config.gpus, config.num_tasks)
-    if config.gpus and not run_jobs.keywords["num_gpus"]:  # type: ignore[attr-defined]
-        raise UserError(f"gpus = {config.gpus}, but this Ray cluster has no GPU. Use gpus=0 to train on CPUs.")
-    return run_jobs
-
-
 def _run_all(experiment: Experiment, run_jobs: RunJobs, page: ExperimentPage | None) -> None:
     begun, next_answer = set[str](), time.monotonic()
     with RunsProgress(experiment.folder, list(experiment.known()[1].values())) as progress:
         while True:
             specs, rows = experiment.known()
-            todo = {spec.name for spec in specs if _is_to_run(spec, rows)} - begun
+            states = {name: row.state for name, row in rows.items()}
+            left = [spec for spec in specs if states[spec.name] in TO_RUN]
+            todo = {spec.name for spec in left if "diverged" not in map(states.get, spec.needs)} - begun
             if not todo:
                 return
             begun |= todo
@@ -343,10 +398,6 @@ def _fail(experiment: Experiment, progress: "RunsProgress", jobs: list[list[Any]
     spec = next(spec for spec in jobs[index] if experiment.row(spec).state in TO_RUN)
     write_note(experiment.folder, spec.name, {**read_note(experiment.folder, spec.name), "failed": reason})
     progress.ended(experiment.row(spec), experiment.score)
-
-
-def _is_to_run(spec: Any, rows: Mapping[str, Row]) -> bool:
-    return rows[spec.name].state in TO_RUN and all(rows[name].state != "diverged" for name in spec.needs)
 
 
 def _answer(experiment: Experiment, page: ExperimentPage | None) -> tuple[ExperimentAnswer, dict[str, Row]]:

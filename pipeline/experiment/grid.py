@@ -21,8 +21,7 @@ from pipeline.cluster.ray_tasks import RunJobs
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.evaluate.intervals import of_seeds, sample_deviation
-from pipeline.experiment import plan
-from pipeline.experiment.engine import Experiment, ExperimentAnswer, sources_of
+from pipeline.experiment.engine import Experiment, ExperimentAnswer, sources_of, start
 from pipeline.experiment.page import facts_of_splits, tags_of_folder
 from pipeline.experiment.spec import SCORES_FILE, RunSpec, ScoresFile, make_spec
 from pipeline.experiment.table import TEMPLATES, TO_RUN, Row
@@ -40,7 +39,7 @@ def run(config: GridConfig, run_jobs: RunJobs | None = None) -> dict[str, Any] |
     `summary_of` these. Shares are in [0, 1]. Raises UserError when a run fails or all trials diverge; exits with code
     75 when a run was asked to stop.
     """
-    return plan.start(Grid, config, run_jobs)
+    return start(Grid, config, run_jobs)
 
 
 class Grid(Experiment):

@@ -215,8 +215,7 @@ def answer(results: StudyResults) -> Iterator[Block]:
 # -------------------------------------------------------------------- laws
 def lines(points: Sequence[Point], results: StudyResults) -> list[Line]:
     """Lines of models, without those of too few points for a law."""
-    models = {name: [p for p in points if p.model == name] for name in results.models}
-    above_0 = {name: sorted((p for p in own if p.x > 0), key=_x) for name, own in models.items()}
+    above_0 = {name: sorted((p for p in points if p.model == name and p.x > 0), key=_x) for name in results.models}
     runs = {
         name: ([p.x for p in own for _ in p.scores], [1 - score for p in own for score in p.scores])
         for name, own in above_0.items()
@@ -227,7 +226,7 @@ def lines(points: Sequence[Point], results: StudyResults) -> list[Line]:
         own, xs = above_0[name], runs[name][0]
         next_x = next_larger(xs)
         found.append(Line(name, own, law, next_x, law.predict(next_x), leave_largest_out(law, *runs[name])))
-    return sorted(found, key=lambda line: list(models).index(line.name))
+    return sorted(found, key=lambda line: results.models.index(line.name))
 
 
 def next_larger(xs: Iterable[float]) -> float:
@@ -284,7 +283,7 @@ def draw_scores(points: Sequence[Point], lines: Sequence[Line], results: StudyRe
     A law that says something is drawn with its band and the prediction for the next larger run, an open circle. None if
     nothing can be drawn on a logarithmic axis.
     """
-    points = sorted((point for point in points if point.x > 0), key=lambda point: point.x)
+    points = sorted((point for point in points if point.x > 0), key=_x)
     if not points:
         return None
     figure = Figure(figsize=(11, 5.6), dpi=110, layout="constrained")

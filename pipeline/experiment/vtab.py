@@ -32,7 +32,6 @@ from pipeline.evaluate.loaded_model import output_folder
 from pipeline.experiment import engine, vtab_report
 from pipeline.experiment.engine import Experiment, ExperimentAnswer, read_note, with_note
 from pipeline.experiment.page import ExperimentPage, uri_of_runs
-from pipeline.experiment.plan import plan_lines
 from pipeline.experiment.table import TO_RUN, Row, read_table
 from pipeline.experiment.vtab_cell import (
     ALL,
@@ -77,7 +76,7 @@ def run(config: VtabConfig, run_jobs: RunJobs | None = None) -> dict[str, Any] |
     if not config.plan:
         hold(folder)
     sweep = Sweep(config, folder)
-    print("\n".join([*without_effect(config), *plan_lines(sweep, sweep.known()[1], {})]), flush=True)
+    print("\n".join([*without_effect(config), *engine.plan_lines(sweep, sweep.known()[1], {})]), flush=True)
     if config.plan:
         return None
     return engine.run(sweep, run_jobs or engine.on_ray(config.threads, config.gpu_share, config.num_tasks))
