@@ -128,13 +128,10 @@ def _read_shown(split: Split, config: RunConfig, rows: np.ndarray) -> tuple[np.n
 
 def _of_weights(folder: Path, *names: str) -> Iterator[bytes | None]:
     config = read_settings(folder)
-    data, not_drawn = config.data, set()
-    checkpoints = checkpoints_of(folder)
-    if config.train.loss != "mae" or isinstance(checkpoints, str) or newest_complete(checkpoints) is None:
-        not_drawn.add("reconstruction")
-    if config.needs_labels:
-        not_drawn.add("components")
-    drawn = [name for name in names if name not in not_drawn]
+    data, checkpoints = config.data, checkpoints_of(folder)
+    is_local = isinstance(checkpoints, Path) and newest_complete(checkpoints) is not None
+    has = {"reconstruction": config.train.loss == "mae" and is_local, "components": not config.needs_labels}
+    drawn = [name for name in names if has.get(name, True)]
     # The split "dev" is a part of the training samples, and data.eval_split may then be missing.
     split = data.eval_split if data.eval_split and not data.dev_share else data.train_split
     with tempfile.TemporaryDirectory() as out:

@@ -6,7 +6,6 @@ Metrics have the names of metrics.jsonl: the groups by which MLflow shows them a
 
 import contextlib
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -180,10 +179,6 @@ class RunRecord(RunFacts):
         series = self.series.get(name)
         return float(np.nanmedian(series.values)) if series and len(series) >= _MIN_LOGGED else None
 
-    @property
-    def ranks(self) -> int:
-        return int(self.parameters.get("ranks", 0))
-
     # ------------------------------------------------------------------ scores
     @cached_property
     def held_out(self) -> list[str]:
@@ -282,11 +277,6 @@ def from_folder(folder: Path) -> RunRecord:
     """The record of the folder of a run, a grid, a sweep or a report. Raises UserError for a folder that is none, and
     for a damaged file in one line.
     """
-    if not any(os.path.isfile(folder / name) for name in (RUN_FILE, SETTINGS_FILE, _RESULTS)):
-        raise UserError(
-            f"{folder} is not the folder of a run, or of an experiment that has ended: {RUN_FILE} and {_RESULTS} are"
-            " missing."
-        )
     # A run in progress writes metrics, then how it ended, and leaves its folder last. Read in the other order, the end
     # that is found has its metrics, and is that of a run that was killed only if it was.
     is_free = False
@@ -300,9 +290,12 @@ def from_folder(folder: Path) -> RunRecord:
     with contextlib.suppress(FileNotFoundError):
         results = json_record.readable(json_record.read(folder / _RESULTS, dict[str, Any]))
     saved = PageFolder(folder).saved()
-    if saved is None and not results:
-        raise UserError(f"{folder / RUN_FILE} is missing: {folder} is not the folder of a started run.")
     if saved is None:  # A grid or a sweep that was not tracked.
+        if not results:
+            raise UserError(
+                f"{folder} is not the folder of a run, or of an experiment that has ended: {RUN_FILE} and {_RESULTS}"
+                " are missing."
+            )
         kind = next((kind for name, kind in _KIND_BY_RESULT.items() if name in results), "")
         saved = RunFile("", RunFacts(str(results.get("name") or folder.resolve().name), kind))
     facts, tags = saved.facts, saved.facts.all_tags() | (saved.end.tags if saved.end else {})

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted, missing
+from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder
 from pipeline.cluster.logged_models import logged_models
 from pipeline.cluster.status_files import SETTINGS_FILE, holder, last_end_in_words, read_settings, read_status
@@ -45,8 +45,6 @@ def run(config: SyncConfig) -> None:
 def find_runs(path: Path) -> list[Path]:
     """The run folders at or below a path. Raises UserError if there are none."""
     found = [path] if (path / RUN_FILE).exists() else sorted(file.parent for file in path.glob(f"**/{RUN_FILE}"))
-    if not path.exists():
-        raise UserError(missing(path))
     if not found:
         raise UserError(f"{path} contains no run with {RUN_FILE}. Name a run folder, or a folder of runs.")
     return found

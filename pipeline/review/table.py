@@ -31,6 +31,7 @@ def row(name: str, record: RunRecord) -> dict[str, dict[str, Any]]:
     """
     last, best, origin = record.last_score, record.best_score, record.origin
     train, held_out = record.dataset("training"), record.dataset("evaluation")
+    ranks = int(record.parameters.get("ranks", 0))
     weights, _ = weights_of(record)
     chosen = max(reversed(weights), key=lambda one: "best" in one.roles, default=None)
     mixed = (f"{one.name} {one.split} {one.digest}" for one in record.datasets if "share" in one.notes)
@@ -57,7 +58,7 @@ def row(name: str, record: RunRecord) -> dict[str, dict[str, Any]]:
             "images_seen": record.images_seen,
             "exaflops": record.axes(record.last_step).get("exaflops"),
             "images_per_second": record.median("images_per_second"),
-            "device_seconds": record.training_seconds * record.ranks,
+            "device_seconds": record.training_seconds * ranks,
         },
         "Data": {
             "fingerprint": train and train.digest,
@@ -72,7 +73,7 @@ def row(name: str, record: RunRecord) -> dict[str, dict[str, Any]]:
         "Code": {
             "revision": record.revision,
             **{column: record.tags.get(tag) for column, tag in _TAGS.items()},
-            "ranks": record.ranks,
+            "ranks": ranks,
         },
     }
     known = {section: {column: value or None for column, value in of.items()} for section, of in known.items()}
