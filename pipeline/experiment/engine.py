@@ -26,17 +26,21 @@ from pipeline.base.progress import ProgressFile, duration
 from pipeline.base.words import aligned, counted, first_of
 from pipeline.cluster.ray_tasks import LostError, RunJobs, run_here, shared_path
 from pipeline.cluster.status_files import RESUME
+from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.storage.atomic import write_files
-from pipeline.experiment.page import ExperimentPage, uri_of_runs
 from pipeline.experiment.spec import RunSpec, StoppedError, row_of, run_spec, settings_of
 from pipeline.experiment.table import TABLE, TO_RUN, Row, flat_rows, keep_earlier, parquet, read_table
+from pipeline.monitor.export import warn
 from pipeline.monitor.origin import sha256_now
-from pipeline.monitor.run_page import RunFacts
+from pipeline.monitor.page_folder import FIGURES
+from pipeline.monitor.run_page import RunFacts, hide_passwords, split_facts
+from pipeline.monitor.tracking import Tracker, default_uri
 from pipeline.process.outputs import hold
+from pipeline.process.waits import waiting
 from pipeline.settings import schema
 from pipeline.settings.quantities import Limit
-from pipeline.settings.run import TrackConfig
+from pipeline.settings.run import DataConfig, TrackConfig
 from pipeline.settings.schema import Fact
 
 OUTPUT, NOTES = "output", "notes"
@@ -44,6 +48,10 @@ OUTPUT, NOTES = "output", "notes"
 _ANSWER_SECONDS = 60.0
 # What a process costs beside training, in seconds: imports, the first step, evaluation, the last checkpoint.
 _SECONDS_OF_A_PROCESS = 20.0
+# How long the first run waits for its parent in MLflow, in seconds: a fresh store takes several.
+_WAIT = 60.0
+# Files that the MLflow page of an experiment has.
+_ARTIFACTS = ("report.md", "report.html", "results.csv", "results.parquet", "results.json", "experiment.json")
 
 
 @dataclass
@@ -86,10 +94,9 @@ def run_job(job: Job) -> None:
     """Do the runs of a job that are not done. Raises as `run_spec`, but DivergedError."""
     (job.folder / OUTPUT).mkdir(parents=True, exist_ok=True)
     for spec in job.specs:
-        note = read_note(job.folder, spec.name)
         if any("diverged" in read_note(job.folder, name) for name in spec.needs):
             continue
-        begin, note = time.monotonic(), {"hours": note.get("hours") or 0.0}
+        begin, note = time.monotonic(), {"hours": read_note(job.folder, spec.name).get("hours") or 0.0}
         write_note(job.folder, spec.name, note)
         file = job.folder / OUTPUT / f"{spec.name}.txt"
         print(f"{spec.name} trains for {spec.config.train.length}; its output: {file}", flush=True)
@@ -124,6 +131,61 @@ def with_note(row: Row, note: dict[str, Any]) -> Row:
     return row
 
 
+# -------------------------------------------------------------------- its MLflow page
+def uri_of_runs(mlflow: str, track: TrackConfig, out: str) -> str:
+    """Where a parent and its runs are sent to; "" for nowhere. mlflow: the parent's setting. track: of the runs, as
+    their settings say.
+    """
+    if mlflow:
+        return "" if mlflow == "none" else mlflow
+    return (track.uri or default_uri(Path(out))) if track.enabled else ""
+
+
+class ExperimentPage:
+    """Sends a parent run, which ends when this context is left. out: folder of all runs. experiment: in MLflow, that of
+    its runs.
+    """
+
+    def __init__(self, facts: RunFacts, folder: Path, out: Path, uri: str, experiment: str) -> None:
+        self.folder, self.uri = folder, uri
+        facts = replace(facts, artifacts=_ARTIFACTS)
+        self._tracker = Tracker(TrackConfig(uri=uri, experiment=experiment), out, folder, facts)
+        self._wait, self._summary = _WAIT, ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._tracker.finish("FINISHED", outcome="finished", result=self._summary)
+        elif isinstance(error, Exception):
+            outcome = f"failed: {str(error) or type(error).__name__}"
+            self._tracker.finish("FAILED", outcome=outcome, result=self._summary)
+        else:  # Asked to stop, or Ctrl-C: the next start sends what is missing.
+            self._tracker.finish("KILLED", in_a_hurry=True, outcome="stopped: the same command continues")
+
+    def show(self, metrics: Mapping[str, float], summary: str, pictures: Mapping[str, Any]) -> None:
+        """Send what is known by now. summary: Markdown for the description."""
+        self._tracker.log(0, dict(metrics))
+        write_files(self.folder / FIGURES, pictures)
+        self._summary = summary
+
+    def tracking(self, track: TrackConfig) -> TrackConfig:
+        """The settings with which a run sends itself below this one, if the store answers in time."""
+        if not track.enabled:
+            return track
+        shown = hide_passwords(self.uri)
+        if not self._tracker.run_id:
+            with waiting(f"MLflow at {shown} to have the run of {self.folder}", self._wait) as wait:
+                while not self._tracker.run_id and wait.left > 0:
+                    time.sleep(0.2)
+            self._wait = 1.0  # A store that is away is not waited for again.
+        if not self._tracker.run_id:
+            warn(f"MLflow at {shown} has not answered: runs of {self.folder} are not shown below it.")
+        return replace(track, uri=self.uri, parent_run=self._tracker.run_id or "")
+
+
+# -------------------------------------------------------------------- what it is
 class Experiment:
     """A list of runs and the question that their table answers. kind: as `kind` of an MLflow run. specs: what one needs
     comes before it.
@@ -152,6 +214,15 @@ class Experiment:
     def facts(self) -> RunFacts:
         """What MLflow shows of it."""
         raise NotImplementedError
+
+    def facts_on(
+        self, dataset: Dataset, data: DataConfig, parameters: dict[str, Any], tags: dict[str, str], **more: Any
+    ) -> RunFacts:
+        """The facts of runs on a data set. data: the splits that these train on and are evaluated on."""
+        name, splits = dataset.path.name, ((data.train_split, "training"), (data.eval_split, "evaluation"))
+        used = tuple(split_facts(name, dataset, *of) for of in splits if of[0] in dataset.splits)
+        place = {"data": dataset.fingerprint, "dataset": name, "run_folder_path": str(self.folder.resolve())}
+        return RunFacts(self.config.name, self.kind, parameters, tags | place, used, **more)
 
     # ---------------------------------------------------------------- runs that are commands; VTAB's cells are others
     def page(self) -> ExperimentPage | None:
@@ -371,7 +442,13 @@ def on_ray(threads: int, gpus: float, num_tasks: int) -> RunJobs:
 
 
 def _run_all(experiment: Experiment, run_jobs: RunJobs, page: ExperimentPage | None) -> None:
-    begun, next_answer = set[str](), time.monotonic()
+    begun, next_answer, jobs = set[str](), time.monotonic(), list[list[Any]]()
+
+    def fail(index: int, reason: str) -> None:
+        spec = next(spec for spec in jobs[index] if experiment.row(spec).state in TO_RUN)
+        write_note(experiment.folder, spec.name, {**read_note(experiment.folder, spec.name), "failed": reason})
+        progress.ended(experiment.row(spec), experiment.score)
+
     with RunsProgress(experiment.folder, list(experiment.known()[1].values())) as progress:
         while True:
             specs, rows = experiment.known()
@@ -383,7 +460,7 @@ def _run_all(experiment: Experiment, run_jobs: RunJobs, page: ExperimentPage | N
             begun |= todo
             experiment.claim(specs)
             jobs = [job for job in jobs_of(specs) if any(spec.name in todo for spec in job)]
-            given, fail = (experiment.job(job, page) for job in jobs), partial(_fail, experiment, progress, jobs)
+            given = (experiment.job(job, page) for job in jobs)
             for index, found in run_jobs(experiment.work, given, progress.retried, fail):
                 for spec in jobs[index]:
                     if spec.name in todo:
@@ -392,12 +469,6 @@ def _run_all(experiment: Experiment, run_jobs: RunJobs, page: ExperimentPage | N
                 if time.monotonic() >= next_answer:
                     _answer(experiment, page)
                     next_answer = time.monotonic() + _ANSWER_SECONDS
-
-
-def _fail(experiment: Experiment, progress: "RunsProgress", jobs: list[list[Any]], index: int, reason: str) -> None:
-    spec = next(spec for spec in jobs[index] if experiment.row(spec).state in TO_RUN)
-    write_note(experiment.folder, spec.name, {**read_note(experiment.folder, spec.name), "failed": reason})
-    progress.ended(experiment.row(spec), experiment.score)
 
 
 def _answer(experiment: Experiment, page: ExperimentPage | None) -> tuple[ExperimentAnswer, dict[str, Row]]:

@@ -134,8 +134,7 @@ def _run(
         return is_done() or row_of(spec).state == "diverged"
 
     if not has_stopped():
-        if who := wait_until_free(spec.folder):
-            raise LostError(f"{spec.folder} is in use by {who}.")
+        wait_until_free(spec.folder)
         for file, kind in ((SCORES_FILE, ScoresFile), (PROBE_FILE, dict[str, Any])):
             if json_record.read_or_none(spec.folder / file, kind) is None:  # So that it is evaluated again.
                 (spec.folder / file).unlink(missing_ok=True)
@@ -157,9 +156,8 @@ def _run(
         raise DivergedError(row.reason or f"{spec.name} diverged")
 
 
-def start_command(command: str, arguments: Sequence[str], launcher: str = "", output: IO[bytes] | None = None) -> int:
-    """Run launch/<command>.py by a launcher (empty: one process); returns its exit code. output: of both streams; None
-    is ours.
+def start_command(command: str, arguments: Sequence[str], launcher: str, output: IO[bytes]) -> int:
+    """Run launch/<command>.py by a launcher (empty: one process); returns its exit code. output: of both streams.
 
     Raises UserError where there is no such launcher.
     """
@@ -171,23 +169,24 @@ def start_command(command: str, arguments: Sequence[str], launcher: str = "", ou
         [*start, str(_COMMANDS / f"{command}.py"), *arguments],
         env={**os.environ, "PATH": path},
         stdout=output,
-        stderr=None if output is None else subprocess.STDOUT,
+        stderr=subprocess.STDOUT,
         # A command whose driver or Ray worker is killed commits its state and ends, so that another can continue it.
         preexec_fn=dying_with_parent(signal.SIGTERM),
     ).returncode
 
 
-def wait_until_free(folder: Path) -> str:
+def wait_until_free(folder: Path) -> None:
     """Wait for the ranks of a start whose driver or worker was killed: they commit a checkpoint before they end.
 
-    Returns the process that still has the folder after that time, or "".
+    Raises LostError if a process still has the folder after that time.
     """
     if (who := holder(folder)) is None:
-        return ""
+        return
     with waits.waiting(f"{who} to leave {folder}", _COMMIT_SECONDS) as wait:
         while (who := holder(folder)) is not None and wait.left > 0:
             time.sleep(0.5)
-    return who or ""
+    if who:
+        raise LostError(f"{folder} is in use by {who}.")
 
 
 def _status_time(folder: Path) -> int:

@@ -28,7 +28,6 @@ from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.mixture.run_data import RunData, open_run_data
 from pipeline.estimate.plan import make_plan
 from pipeline.experiment.engine import Experiment, ExperimentAnswer, sources_of, start
-from pipeline.experiment.page import facts_of_splits, tags_of_folder
 from pipeline.experiment.spec import RunSpec, make_spec
 from pipeline.experiment.table import Row, StudyResults
 from pipeline.model.files import find_file
@@ -124,13 +123,12 @@ class Study(Experiment):
             f"**Study** ({config.question}) of {', '.join(names)} on **{dataset.path.name}**:"
             f" {counted(len(self.specs), 'run')}, which are shown below this one, compared by {config.score}."
         )
-        return RunFacts(
-            config.name,
-            "study",
+        return self.facts_on(
+            dataset,
+            replace(run.data, eval_split=run.data.evaluated_split),
             schema.to_dict(config) | {"models": names},
-            {"question": config.question, **tags_of_folder(self.folder, dataset)},
-            facts_of_splits(dataset, replace(run.data, eval_split=run.data.evaluated_split)),
-            description,
+            {"question": config.question},
+            description=description,
             score=_BEST,
             scored_on=f"{title_of(config.score)} {self.scored_on}",
         )
@@ -206,7 +204,7 @@ def cells(config: StudyConfig) -> Cells:
     UserError.
     """
     base = run_for_all(config)
-    if base.init.weights and not _has_weights(config):
+    if base.init.weights and not config.has_weights:
         raise UserError(
             f"{config.run} has init.weights: give weights to the models of question=continue or labels,"
             " or use a file without."
@@ -231,7 +229,7 @@ def cells(config: StudyConfig) -> Cells:
 def refuse(config: StudyConfig, *names: str) -> None:
     """Raise UserError for what other questions compare: weights of models, several lengths, several data sizes."""
     given = {
-        "weights": (_has_weights(config), "labels or continue"),
+        "weights": (config.has_weights, "labels or continue"),
         "lengths": (config.num_lengths > 1, "scaling"),
         "data_sizes": (len(config.data_sizes) > 1, "data_size or labels"),
     }
@@ -244,15 +242,11 @@ def refuse(config: StudyConfig, *names: str) -> None:
             )
 
 
-def _has_weights(config: StudyConfig) -> bool:
-    return any(model.weights for model in config.models)
-
-
 def run_for_all(config: StudyConfig) -> RunConfig:
     """What all cells have in common. Its objective is not checked: it may need what only the models set. Raises
     UserError.
     """
-    model = _overrides(config, config.models[0]) if _has_weights(config) else []
+    model = _overrides(config, config.models[0]) if config.has_weights else []
     return schema.load(RunConfig, config.run, [*config.settings, *model, "name=study"])
 
 
@@ -325,7 +319,7 @@ def _overrides(config: StudyConfig, model: StudyModel) -> list[str]:
     """The settings of a model. If any model has weights, they or none are the model's, whatever the file of settings
     has.
     """
-    if not _has_weights(config):
+    if not config.has_weights:
         return model.settings
     # A new model has neither weights nor what the file does with them.
     none = ["init.weights=null", "init.mean_pool=false", "init.attentive_pool=false"]

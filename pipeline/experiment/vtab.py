@@ -30,8 +30,7 @@ from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
 from pipeline.data.storage.checksums import digest_of
 from pipeline.evaluate.loaded_model import output_folder
 from pipeline.experiment import engine, vtab_report
-from pipeline.experiment.engine import Experiment, ExperimentAnswer, read_note, with_note
-from pipeline.experiment.page import ExperimentPage, uri_of_runs
+from pipeline.experiment.engine import Experiment, ExperimentAnswer, ExperimentPage, read_note, uri_of_runs, with_note
 from pipeline.experiment.table import TO_RUN, Row, read_table
 from pipeline.experiment.vtab_cell import (
     ALL,

@@ -84,7 +84,7 @@ class VtabCell:
     fingerprint: str
     val_accuracy: float | None = None
     choose: Callable[..., "VtabCell | None"] | None = None
-    facts: dict[str, Any] = field(default_factory=dict, hash=False)
+    facts: dict[str, Any] = field(default_factory=dict)
 
     needs: ClassVar[tuple[str, ...]] = ()
 

@@ -35,7 +35,7 @@ class ScoreChange(NamedTuple):
 
 def specs(config: StudyConfig) -> Cells:
     refuse(config, "lengths", "data_sizes")
-    if not any(model.weights for model in config.models):
+    if not config.has_weights:
         raise UserError("question = continue needs a model with weights=..., which it goes on training.")
     if not kind_of(config.score):
         raise UserError(

@@ -13,7 +13,7 @@ from pipeline.settings.commands.study import StudyConfig
 
 def specs(config: StudyConfig) -> Cells:
     refuse(config, "lengths")
-    if len(config.models) < 2 or not any(model.weights for model in config.models):
+    if len(config.models) < 2 or not config.has_weights:
         raise UserError(
             "question = labels compares weights with the first model: give at least two models, one of them with"
             " weights=..."
