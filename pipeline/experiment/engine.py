@@ -1,4 +1,4 @@
-"""Does the runs of an experiment that are not done, here, as Ray tasks, or one, and answers its question.
+"""Plans an experiment, does the runs that are not done, here, as Ray tasks, or one, and answers its question.
 
 experiment.json  what its runs are, which a started experiment must not change. A folder holds one experiment.
 RUN/             run folder of each run
@@ -10,11 +10,12 @@ results.parquet  what is known of each run (table.py), with results.csv, report.
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from statistics import median
 from typing import Any, NoReturn, Self
 
 from pipeline import objectives
@@ -22,25 +23,35 @@ from pipeline.base import json_record
 from pipeline.base.errors import DivergedError, UserError
 from pipeline.base.files import as_bytes, replacing, table_csv, write_text
 from pipeline.base.progress import ProgressFile, duration
-from pipeline.base.words import counted, first_of
-from pipeline.cluster.ray_tasks import LostError, RunJobs, run_here
+from pipeline.base.words import aligned, counted, first_of
+from pipeline.cluster.ray_tasks import LostError, RunJobs, run_here, shared_path
 from pipeline.cluster.status_files import RESUME
+from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.storage.atomic import write_files
-from pipeline.experiment.page import ExperimentPage, uri_of_runs
 from pipeline.experiment.spec import RunSpec, StoppedError, row_of, run_spec, settings_of
 from pipeline.experiment.table import TABLE, TO_RUN, Row, flat_rows, keep_earlier, parquet, read_table
+from pipeline.monitor.export import warn
 from pipeline.monitor.origin import sha256_now
-from pipeline.monitor.run_page import RunFacts
+from pipeline.monitor.page_folder import FIGURES
+from pipeline.monitor.run_page import RunFacts, hide_passwords, split_facts
+from pipeline.monitor.tracking import Tracker, default_uri
+from pipeline.process.outputs import hold
+from pipeline.process.waits import waiting
 from pipeline.settings import schema
-from pipeline.settings.commands.study import ExperimentConfig
 from pipeline.settings.quantities import Limit
-from pipeline.settings.run import TrackConfig
+from pipeline.settings.run import DataConfig, TrackConfig
 from pipeline.settings.schema import Fact
 
 OUTPUT, NOTES = "output", "notes"
 # Least time between two answers of an unfinished experiment, each of which draws figures.
 _ANSWER_SECONDS = 60.0
+# What a process costs beside training, in seconds: imports, the first step, evaluation, the last checkpoint.
+_SECONDS_OF_A_PROCESS = 20.0
+# How long the first run waits for its parent in MLflow, in seconds: a fresh store takes several.
+_WAIT = 60.0
+# Files that the MLflow page of an experiment has.
+_ARTIFACTS = ("report.md", "report.html", "results.csv", "results.parquet", "results.json", "experiment.json")
 
 
 @dataclass
@@ -83,10 +94,9 @@ def run_job(job: Job) -> None:
     """Do the runs of a job that are not done. Raises as `run_spec`, but DivergedError."""
     (job.folder / OUTPUT).mkdir(parents=True, exist_ok=True)
     for spec in job.specs:
-        note = read_note(job.folder, spec.name)
         if any("diverged" in read_note(job.folder, name) for name in spec.needs):
             continue
-        begin, note = time.monotonic(), {"hours": note.get("hours") or 0.0}
+        begin, note = time.monotonic(), {"hours": read_note(job.folder, spec.name).get("hours") or 0.0}
         write_note(job.folder, spec.name, note)
         file = job.folder / OUTPUT / f"{spec.name}.txt"
         print(f"{spec.name} trains for {spec.config.train.length}; its output: {file}", flush=True)
@@ -121,6 +131,61 @@ def with_note(row: Row, note: dict[str, Any]) -> Row:
     return row
 
 
+# -------------------------------------------------------------------- its MLflow page
+def uri_of_runs(mlflow: str, track: TrackConfig, out: str) -> str:
+    """Where a parent and its runs are sent to; "" for nowhere. mlflow: the parent's setting. track: of the runs, as
+    their settings say.
+    """
+    if mlflow:
+        return "" if mlflow == "none" else mlflow
+    return (track.uri or default_uri(Path(out))) if track.enabled else ""
+
+
+class ExperimentPage:
+    """Sends a parent run, which ends when this context is left. out: folder of all runs. experiment: in MLflow, that of
+    its runs.
+    """
+
+    def __init__(self, facts: RunFacts, folder: Path, out: Path, uri: str, experiment: str) -> None:
+        self.folder, self.uri = folder, uri
+        facts = replace(facts, artifacts=_ARTIFACTS)
+        self._tracker = Tracker(TrackConfig(uri=uri, experiment=experiment), out, folder, facts)
+        self._wait, self._summary = _WAIT, ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._tracker.finish("FINISHED", outcome="finished", result=self._summary)
+        elif isinstance(error, Exception):
+            outcome = f"failed: {str(error) or type(error).__name__}"
+            self._tracker.finish("FAILED", outcome=outcome, result=self._summary)
+        else:  # Asked to stop, or Ctrl-C: the next start sends what is missing.
+            self._tracker.finish("KILLED", in_a_hurry=True, outcome="stopped: the same command continues")
+
+    def show(self, metrics: Mapping[str, float], summary: str, pictures: Mapping[str, Any]) -> None:
+        """Send what is known by now. summary: Markdown for the description."""
+        self._tracker.log(0, dict(metrics))
+        write_files(self.folder / FIGURES, pictures)
+        self._summary = summary
+
+    def tracking(self, track: TrackConfig) -> TrackConfig:
+        """The settings with which a run sends itself below this one, if the store answers in time."""
+        if not track.enabled:
+            return track
+        shown = hide_passwords(self.uri)
+        if not self._tracker.run_id:
+            with waiting(f"MLflow at {shown} to have the run of {self.folder}", self._wait) as wait:
+                while not self._tracker.run_id and wait.left > 0:
+                    time.sleep(0.2)
+            self._wait = 1.0  # A store that is away is not waited for again.
+        if not self._tracker.run_id:
+            warn(f"MLflow at {shown} has not answered: runs of {self.folder} are not shown below it.")
+        return replace(track, uri=self.uri, parent_run=self._tracker.run_id or "")
+
+
+# -------------------------------------------------------------------- what it is
 class Experiment:
     """A list of runs and the question that their table answers. kind: as `kind` of an MLflow run. specs: what one needs
     comes before it.
@@ -149,6 +214,15 @@ class Experiment:
     def facts(self) -> RunFacts:
         """What MLflow shows of it."""
         raise NotImplementedError
+
+    def facts_on(
+        self, dataset: Dataset, data: DataConfig, parameters: dict[str, Any], tags: dict[str, str], **more: Any
+    ) -> RunFacts:
+        """The facts of runs on a data set. data: the splits that these train on and are evaluated on."""
+        name, splits = dataset.path.name, ((data.train_split, "training"), (data.eval_split, "evaluation"))
+        used = tuple(split_facts(name, dataset, *of) for of in splits if of[0] in dataset.splits)
+        place = {"data": dataset.fingerprint, "dataset": name, "run_folder_path": str(self.folder.resolve())}
+        return RunFacts(self.config.name, self.kind, parameters, tags | place, used, **more)
 
     # ---------------------------------------------------------------- runs that are commands; VTAB's cells are others
     def page(self) -> ExperimentPage | None:
@@ -251,7 +325,67 @@ def sources_of(specs: Iterable[RunSpec]) -> dict[str, str]:
     return found | {name: sha256 for name, sha256 in known.items() if sha256}
 
 
+# -------------------------------------------------------------------- the plan
+def hours_of(experiment: Experiment, rows: Mapping[str, Row]) -> dict[str, float]:
+    """Hours of every run by the clock, alone: by the speed of those that are done, else by `tflops` of the settings; {}
+    without either.
+    """
+    config, specs = experiment.config, experiment.specs
+    measured: dict[str, list[float]] = {}
+    for spec in specs:
+        if (row := rows.get(spec.name)) and row.hours and spec.flops:
+            measured.setdefault(spec.group, []).append(row.hours / spec.flops)
+    if measured:
+        per_flop = {group: median(values) for group, values in measured.items()}
+        usual = median(per_flop.values())
+        return {spec.name: spec.flops * per_flop.get(spec.group, usual) for spec in specs}
+    rate = config.tflops * 1e12 * max(1, config.gpus)
+    if not rate or not experiment.flops:
+        return {}
+    return {spec.name: (spec.flops / rate + _SECONDS_OF_A_PROCESS) / 3600 for spec in specs}
+
+
+def plan_lines(experiment: Experiment, rows: Mapping[str, Row], hours: Mapping[str, float]) -> list[str]:
+    """Lines of the plan: all runs with their size, length and compute, "-" where unknown; the sums; and notes."""
+    table: list[tuple[str, ...]] = [("run", "images", "steps", "exaFLOPs", "state")]
+    for name, row in rows.items():
+        numbers = {",": row.data_size, ",d": row.steps, ".3g": row.exaflops}
+        table.append((name, *(format(value, look) if value else "-" for look, value in numbers.items()), row.state))
+    left = [hours[name] for name, row in rows.items() if row.state in TO_RUN and name in hours]
+    done = sum(row.state == "done" for row in rows.values())
+    summary = f"{counted(len(rows), 'run')}, {done} of them done; {experiment.flops / 1e18:.3g} exaFLOPs are computed"
+    if left:
+        summary += f"; those left take {duration(3600 * sum(left))}, one after the other"
+        gpus = experiment.config.gpus
+        summary += f", {sum(left) * gpus:,.3g} GPU hours" if gpus else ""
+    return [*aligned(table, 1), f"{summary}.", *experiment.notes]
+
+
 # -------------------------------------------------------------------- the engine
+def start(make: Callable[[Any], Experiment], config: Any, run_jobs: RunJobs | None) -> Any:
+    """Do what the settings of a study or a grid ask for: a plan, one run, or all. Returns as `run`, else None.
+
+    run_jobs: where runs are done; by default as config.on says.
+    """
+    folder = Path(str(shared_path("out", config.out))) / config.name
+    if not (config.plan or config.cell):
+        hold(folder)
+    experiment = make(config)
+    if config.cell:
+        run_one(experiment, config.cell)
+        return None
+    _, rows = experiment.known()
+    if not config.report:
+        print("\n".join(plan_lines(experiment, rows, hours_of(experiment, rows))), flush=True)
+    if config.plan:
+        return None
+    if not run_jobs and config.on == "ray" and not config.report:
+        run_jobs = on_ray(config.threads, config.gpus, config.num_tasks)
+        if config.gpus and not run_jobs.keywords["num_gpus"]:  # type: ignore[attr-defined]
+            raise UserError(f"gpus = {config.gpus}, but this Ray cluster has no GPU. Use gpus=0 to train on CPUs.")
+    return run(experiment, run_jobs or run_here, config.report)
+
+
 def run(experiment: Experiment, run_jobs: RunJobs, only_report: bool = False) -> Any:
     """Do what is not done, in the experiment's folder, locked by the caller, and write its table and report. Returns
     `ExperimentAnswer.result`.
@@ -307,28 +441,26 @@ def on_ray(threads: int, gpus: float, num_tasks: int) -> RunJobs:
     return partial(ray_tasks.run_tasks, limit=num_tasks or fitting, num_cpus=threads, num_gpus=num_gpus)
 
 
-def place(config: ExperimentConfig) -> RunJobs:
-    """What runs the jobs of a study or a grid."""
-    if config.on == "here" or config.report or config.plan or config.cell:
-        return run_here
-    run_jobs = on_ray(config.threads, config.gpus, config.num_tasks)
-    if config.gpus and not run_jobs.keywords["num_gpus"]:  # type: ignore[attr-defined]
-        raise UserError(f"gpus = {config.gpus}, but this Ray cluster has no GPU. Use gpus=0 to train on CPUs.")
-    return run_jobs
-
-
 def _run_all(experiment: Experiment, run_jobs: RunJobs, page: ExperimentPage | None) -> None:
-    begun, next_answer = set[str](), time.monotonic()
+    begun, next_answer, jobs = set[str](), time.monotonic(), list[list[Any]]()
+
+    def fail(index: int, reason: str) -> None:
+        spec = next(spec for spec in jobs[index] if experiment.row(spec).state in TO_RUN)
+        write_note(experiment.folder, spec.name, {**read_note(experiment.folder, spec.name), "failed": reason})
+        progress.ended(experiment.row(spec), experiment.score)
+
     with RunsProgress(experiment.folder, list(experiment.known()[1].values())) as progress:
         while True:
             specs, rows = experiment.known()
-            todo = {spec.name for spec in specs if _is_to_run(spec, rows)} - begun
+            states = {name: row.state for name, row in rows.items()}
+            left = [spec for spec in specs if states[spec.name] in TO_RUN]
+            todo = {spec.name for spec in left if "diverged" not in map(states.get, spec.needs)} - begun
             if not todo:
                 return
             begun |= todo
             experiment.claim(specs)
             jobs = [job for job in jobs_of(specs) if any(spec.name in todo for spec in job)]
-            given, fail = (experiment.job(job, page) for job in jobs), partial(_fail, experiment, progress, jobs)
+            given = (experiment.job(job, page) for job in jobs)
             for index, found in run_jobs(experiment.work, given, progress.retried, fail):
                 for spec in jobs[index]:
                     if spec.name in todo:
@@ -337,16 +469,6 @@ def _run_all(experiment: Experiment, run_jobs: RunJobs, page: ExperimentPage | N
                 if time.monotonic() >= next_answer:
                     _answer(experiment, page)
                     next_answer = time.monotonic() + _ANSWER_SECONDS
-
-
-def _fail(experiment: Experiment, progress: "RunsProgress", jobs: list[list[Any]], index: int, reason: str) -> None:
-    spec = next(spec for spec in jobs[index] if experiment.row(spec).state in TO_RUN)
-    write_note(experiment.folder, spec.name, {**read_note(experiment.folder, spec.name), "failed": reason})
-    progress.ended(experiment.row(spec), experiment.score)
-
-
-def _is_to_run(spec: Any, rows: Mapping[str, Row]) -> bool:
-    return rows[spec.name].state in TO_RUN and all(rows[name].state != "diverged" for name in spec.needs)
 
 
 def _answer(experiment: Experiment, page: ExperimentPage | None) -> tuple[ExperimentAnswer, dict[str, Row]]:

@@ -21,9 +21,7 @@ from pipeline.cluster.ray_tasks import RunJobs
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.evaluate.intervals import of_seeds, sample_deviation
-from pipeline.experiment import plan
-from pipeline.experiment.engine import Experiment, ExperimentAnswer, sources_of
-from pipeline.experiment.page import facts_of_splits, tags_of_folder
+from pipeline.experiment.engine import Experiment, ExperimentAnswer, sources_of, start
 from pipeline.experiment.spec import SCORES_FILE, RunSpec, ScoresFile, make_spec
 from pipeline.experiment.table import TEMPLATES, TO_RUN, Row
 from pipeline.model.files import find_file
@@ -40,7 +38,7 @@ def run(config: GridConfig, run_jobs: RunJobs | None = None) -> dict[str, Any] |
     `summary_of` these. Shares are in [0, 1]. Raises UserError when a run fails or all trials diverge; exits with code
     75 when a run was asked to stop.
     """
-    return plan.start(Grid, config, run_jobs)
+    return start(Grid, config, run_jobs)
 
 
 class Grid(Experiment):
@@ -59,7 +57,6 @@ class Grid(Experiment):
         self.run_config = trials[0].config
         self.dataset = open_dataset(self.run_config.data.path)
         facts = _check_data(trials[0], config)
-        self.num_train = facts[0.0]["data_size"]
         self.specs = [replace(trial, facts=facts[config.dev_share]) for trial in trials]
         for seed in config.seeds:
             choose = partial(self._choose, seed)
@@ -115,7 +112,7 @@ class Grid(Experiment):
             "trials": tried,
             "runs": runs,
             **summary_of([row.scores["top1"] for row in finals], num),
-            "num_train": self.num_train,
+            "num_train": finals[0].data_size,
         }
         answer.metrics |= {"top1": result["top1"], "best_lr": best}
         answer.metrics |= {"top1_std": result["std"]} if result["std"] is not None else {}
@@ -139,14 +136,13 @@ class Grid(Experiment):
             f"**Fine-tuning grid** from `{weights}` on **{dataset.path.name}**: {counted(len(self.specs), 'run')},"
             " which are shown below this one."
         )
-        return RunFacts(
-            config.name,
-            "grid",
+        return self.facts_on(
+            dataset,
+            run.data,
             {name: getattr(config, name) for name in ("run", "settings", "lr", "seeds", "dev_share")},
-            {"weights": weights, **tags_of_folder(self.folder, dataset)},
-            facts_of_splits(dataset, run.data),
-            description,
-            {"parent": origin.run_id} if origin and origin.run_id else {},
+            {"weights": weights},
+            description=description,
+            parents={"parent": origin.run_id} if origin and origin.run_id else {},
             score="top1",
             origin=origin,
         )

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, cycle
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -215,8 +214,7 @@ def answer(results: StudyResults) -> Iterator[Block]:
 # -------------------------------------------------------------------- laws
 def lines(points: Sequence[Point], results: StudyResults) -> list[Line]:
     """Lines of models, without those of too few points for a law."""
-    models = {name: [p for p in points if p.model == name] for name in results.models}
-    above_0 = {name: sorted((p for p in own if p.x > 0), key=_x) for name, own in models.items()}
+    above_0 = {name: sorted((p for p in points if p.model == name and p.x > 0), key=_x) for name in results.models}
     runs = {
         name: ([p.x for p in own for _ in p.scores], [1 - score for p in own for score in p.scores])
         for name, own in above_0.items()
@@ -227,7 +225,7 @@ def lines(points: Sequence[Point], results: StudyResults) -> list[Line]:
         own, xs = above_0[name], runs[name][0]
         next_x = next_larger(xs)
         found.append(Line(name, own, law, next_x, law.predict(next_x), leave_largest_out(law, *runs[name])))
-    return sorted(found, key=lambda line: list(models).index(line.name))
+    return sorted(found, key=lambda line: results.models.index(line.name))
 
 
 def next_larger(xs: Iterable[float]) -> float:
@@ -284,7 +282,7 @@ def draw_scores(points: Sequence[Point], lines: Sequence[Line], results: StudyRe
     A law that says something is drawn with its band and the prediction for the next larger run, an open circle. None if
     nothing can be drawn on a logarithmic axis.
     """
-    points = sorted((point for point in points if point.x > 0), key=lambda point: point.x)
+    points = sorted((point for point in points if point.x > 0), key=_x)
     if not points:
         return None
     figure = Figure(figsize=(11, 5.6), dpi=110, layout="constrained")
@@ -295,8 +293,9 @@ def draw_scores(points: Sequence[Point], lines: Sequence[Line], results: StudyRe
         own = [point for point in points if point.model == model]
         means, ends = (np.array([get(p) for p in own]) for get in (attrgetter("mean"), attrgetter("ends")))
         bars = 100 * np.abs(ends.reshape(-1, 2).T - means)
-        look: dict[str, Any] = {"color": colours[model], "marker": marker, "linestyle": "" if model in laws else ":"}
-        axes.errorbar([p.x for p in own], 100 * means, bars, **look, capsize=3, label=shorten(model, _MAX_NAME))
+        amounts, colour, name = [p.x for p in own], colours[model], shorten(model, _MAX_NAME)
+        style = marker if model in laws else f"{marker}:"
+        axes.errorbar(amounts, 100 * means, bars, fmt=style, color=colour, capsize=3, label=name)
     for name, line in laws.items():
         found, colour = line.prediction, colours[name]
         end = line.next_x if isinstance(found, Estimate) else line.points[-1].x
@@ -306,8 +305,8 @@ def draw_scores(points: Sequence[Point], lines: Sequence[Line], results: StudyRe
         axes.plot(x, law, color=colour, label=f"law of {shorten(name, _MAX_NAME)}, 95 % band")
         if isinstance(found, Estimate):
             bars = 100 * np.array([[found.high - found.value], [found.value - found.low]])
-            look = {"color": colour, "marker": "o", "markerfacecolor": "white"}
-            axes.errorbar([end], [100 * (1 - found.value)], bars, **look, capsize=3)
+            value = 100 * (1 - found.value)
+            axes.errorbar([end], [value], bars, color=colour, marker="o", markerfacecolor="white", capsize=3)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(lambda x, _: results.number(x))

@@ -31,7 +31,7 @@ from pipeline.cluster.status_files import (
     read_status,
 )
 from pipeline.evaluate.probes.probe import probe_metrics
-from pipeline.experiment.table import START, Row, State
+from pipeline.experiment.table import START, Row
 from pipeline.monitor.export import run_id_of
 from pipeline.monitor.page_folder import PageFolder
 from pipeline.process import waits
@@ -84,11 +84,6 @@ class RunSpec:
     def seed(self) -> int:
         return self.config.seed
 
-    @property
-    def is_evaluated(self) -> bool:
-        """Whether the run measures anything of a held-out split, and has a scores.json then."""
-        return bool(objectives.metrics(self.config)["scores"])
-
 
 @dataclass(frozen=True)
 class ScoresFile:
@@ -121,25 +116,25 @@ def run_spec(spec: RunSpec, engine: ExperimentConfig, output: IO[bytes], track: 
     Raises UserError when the command refuses it, DivergedError, LostError when a process died (it is tried again),
     StoppedError.
     """
-    if (trunk := spec.trunk) and not has_ended(spec) and max(_steps_of(spec), default=0) < spec.trunk_steps:
+    is_left, trunk = row_of(spec).state not in ("done", "diverged"), spec.trunk
+    if trunk and is_left and max(_steps_of(spec), default=0) < spec.trunk_steps:
         # It finishes once for each of the runs that share it.
         _run(trunk, engine, output, track, lambda: max(_steps_of(trunk), default=0) >= spec.trunk_steps)
         # A trunk that has gone on to a longer run may have removed this checkpoint. The run trains these steps itself
         # then.
         if spec.trunk_steps in _steps_of(trunk):
             _plant(spec)
-    _run(spec, engine, output, track, lambda: has_ended(spec))
+    _run(spec, engine, output, track, lambda: row_of(spec).state == "done")
 
 
 def _run(
     spec: RunSpec, engine: ExperimentConfig, output: IO[bytes], track: TrackConfig | None, is_done: Callable[[], bool]
 ) -> None:
     def has_stopped() -> bool:
-        return is_done() or state_of(spec)[0] == "diverged"
+        return is_done() or row_of(spec).state == "diverged"
 
     if not has_stopped():
-        if who := wait_until_free(spec.folder):
-            raise LostError(f"{spec.folder} is in use by {who}.")
+        wait_until_free(spec.folder)
         for file, kind in ((SCORES_FILE, ScoresFile), (PROBE_FILE, dict[str, Any])):
             if json_record.read_or_none(spec.folder / file, kind) is None:  # So that it is evaluated again.
                 (spec.folder / file).unlink(missing_ok=True)
@@ -156,14 +151,13 @@ def _run(
                 raise StoppedError(f"{spec.folder} was asked to stop")
             text = f"{spec.folder} failed (exit code {code}){_own_words(spec.folder, begin)}. See {output.name}."
             raise UserError(text) if code == _REFUSED else LostError(text)
-    state, reason = state_of(spec)
-    if state == "diverged":
-        raise DivergedError(reason or f"{spec.name} diverged")
+    row = row_of(spec)
+    if row.state == "diverged":
+        raise DivergedError(row.reason or f"{spec.name} diverged")
 
 
-def start_command(command: str, arguments: Sequence[str], launcher: str = "", output: IO[bytes] | None = None) -> int:
-    """Run launch/<command>.py by a launcher (empty: one process); returns its exit code. output: of both streams; None
-    is ours.
+def start_command(command: str, arguments: Sequence[str], launcher: str, output: IO[bytes]) -> int:
+    """Run launch/<command>.py by a launcher (empty: one process); returns its exit code. output: of both streams.
 
     Raises UserError where there is no such launcher.
     """
@@ -175,23 +169,24 @@ def start_command(command: str, arguments: Sequence[str], launcher: str = "", ou
         [*start, str(_COMMANDS / f"{command}.py"), *arguments],
         env={**os.environ, "PATH": path},
         stdout=output,
-        stderr=None if output is None else subprocess.STDOUT,
+        stderr=subprocess.STDOUT,
         # A command whose driver or Ray worker is killed commits its state and ends, so that another can continue it.
         preexec_fn=dying_with_parent(signal.SIGTERM),
     ).returncode
 
 
-def wait_until_free(folder: Path) -> str:
+def wait_until_free(folder: Path) -> None:
     """Wait for the ranks of a start whose driver or worker was killed: they commit a checkpoint before they end.
 
-    Returns the process that still has the folder after that time, or "".
+    Raises LostError if a process still has the folder after that time.
     """
     if (who := holder(folder)) is None:
-        return ""
+        return
     with waits.waiting(f"{who} to leave {folder}", _COMMIT_SECONDS) as wait:
         while (who := holder(folder)) is not None and wait.left > 0:
             time.sleep(0.5)
-    return who or ""
+    if who:
+        raise LostError(f"{folder} is in use by {who}.")
 
 
 def _status_time(folder: Path) -> int:
@@ -240,16 +235,6 @@ def _link(source: str, target: str) -> None:
 
 
 # -------------------------------------------------------------------- what became of one
-def state_of(spec: RunSpec) -> tuple[State, str]:
-    """Returns (state, reason), by its folder."""
-    row = row_of(spec)
-    return row.state, row.reason
-
-
-def has_ended(spec: RunSpec) -> bool:
-    return state_of(spec)[0] in ("done", "diverged")
-
-
 def settings_of(spec: RunSpec) -> dict[str, Any]:
     """The settings of a run by dotted name that its result depends on."""
     known = objectives.facts(spec.config.train.loss)
@@ -283,7 +268,9 @@ def row_of(spec: RunSpec, hours: float | None = None) -> Row:
             raise UserError(f"{spec.folder} was trained with other settings: {listed}.")
         if status.status == "diverged":
             return replace(row, state="diverged", reason=status.reason)
-        scores = json_record.read(spec.folder / SCORES_FILE, ScoresFile) if spec.is_evaluated else None
+        # A run that measures nothing of a held-out split has no scores.json.
+        is_evaluated = objectives.metrics(spec.config)["scores"]
+        scores = json_record.read(spec.folder / SCORES_FILE, ScoresFile) if is_evaluated else None
         found = _scores(spec, scores)
     except FileNotFoundError as error:
         is_begun = any((spec.folder / name).exists() for name in (SETTINGS_FILE, SCORES_FILE))

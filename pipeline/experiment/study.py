@@ -27,9 +27,7 @@ from pipeline.cluster.status_files import read_end, read_settings
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.mixture.run_data import RunData, open_run_data
 from pipeline.estimate.plan import make_plan
-from pipeline.experiment import plan
-from pipeline.experiment.engine import Experiment, ExperimentAnswer, sources_of
-from pipeline.experiment.page import facts_of_splits, tags_of_folder
+from pipeline.experiment.engine import Experiment, ExperimentAnswer, sources_of, start
 from pipeline.experiment.spec import RunSpec, make_spec
 from pipeline.experiment.table import Row, StudyResults
 from pipeline.model.files import find_file
@@ -42,6 +40,8 @@ from pipeline.settings.commands.study import StudyConfig, StudyModel
 from pipeline.settings.quantities import Limit
 from pipeline.settings.run import RunConfig
 
+# The runs of a study, and notes for its report.
+Cells = tuple[list[RunSpec], list[str]]
 EXA = 1e18
 _BEST = "best_score"  # The best score of all models.
 _METHOD = (
@@ -61,7 +61,7 @@ def run(config: StudyConfig, run_jobs: RunJobs | None = None) -> StudyResults | 
     Raises as `engine.run`, and UserError for a study that cannot run.
     """
     shared_path("data.path", run_for_all(config).data.path)
-    return plan.start(Study, config, run_jobs)
+    return start(Study, config, run_jobs)
 
 
 class Study(Experiment):
@@ -74,8 +74,12 @@ class Study(Experiment):
         self.specs, self.notes = _question(config.question).specs(config)
         self.cells = [spec for spec in self.specs if not spec.needs]
         self.dataset = open_dataset(self.cells[0].config.data.path)
-        if not kind_of(self.score):  # A probe's accuracy is of the features, whatever they learnt from.
-            _check_comparable(self.cells)
+        losses = {cell.config.train.loss: cell.name for cell in self.cells}
+        is_of_classes = all(objectives.kind(loss).predicts == "classes" for loss in losses)
+        # A probe's accuracy is of the features, whatever they learnt from.
+        if len(losses) > 1 and not is_of_classes and not kind_of(self.score):
+            listed = ", ".join(f"{name} has {loss}" for loss, name in losses.items())
+            raise UserError(f"train.loss: {listed}. Their scores cannot be compared.")
         measured = self._measured()
         if self.score not in measured:
             raise UserError(
@@ -119,13 +123,12 @@ class Study(Experiment):
             f"**Study** ({config.question}) of {', '.join(names)} on **{dataset.path.name}**:"
             f" {counted(len(self.specs), 'run')}, which are shown below this one, compared by {config.score}."
         )
-        return RunFacts(
-            config.name,
-            "study",
+        return self.facts_on(
+            dataset,
+            replace(run.data, eval_split=run.data.evaluated_split),
             schema.to_dict(config) | {"models": names},
-            {"question": config.question, **tags_of_folder(self.folder, dataset)},
-            facts_of_splits(dataset, replace(run.data, eval_split=run.data.evaluated_split)),
-            description,
+            {"question": config.question},
+            description=description,
             score=_BEST,
             scored_on=f"{title_of(config.score)} {self.scored_on}",
         )
@@ -196,12 +199,12 @@ def _cells_table(results: StudyResults) -> Table:
 
 
 # -------------------------------------------------------------------- the cells
-def cells(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
+def cells(config: StudyConfig) -> Cells:
     """Returns (each combination of model, data size, length and seed, cheapest first, notes for the report). Raises
     UserError.
     """
     base = run_for_all(config)
-    if base.init.weights and not _has_weights(config):
+    if base.init.weights and not config.has_weights:
         raise UserError(
             f"{config.run} has init.weights: give weights to the models of question=continue or labels,"
             " or use a file without."
@@ -226,7 +229,7 @@ def cells(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
 def refuse(config: StudyConfig, *names: str) -> None:
     """Raise UserError for what other questions compare: weights of models, several lengths, several data sizes."""
     given = {
-        "weights": (_has_weights(config), "labels or continue"),
+        "weights": (config.has_weights, "labels or continue"),
         "lengths": (config.num_lengths > 1, "scaling"),
         "data_sizes": (len(config.data_sizes) > 1, "data_size or labels"),
     }
@@ -239,15 +242,11 @@ def refuse(config: StudyConfig, *names: str) -> None:
             )
 
 
-def _has_weights(config: StudyConfig) -> bool:
-    return any(model.weights for model in config.models)
-
-
 def run_for_all(config: StudyConfig) -> RunConfig:
     """What all cells have in common. Its objective is not checked: it may need what only the models set. Raises
     UserError.
     """
-    model = _overrides(config, config.models[0]) if _has_weights(config) else []
+    model = _overrides(config, config.models[0]) if config.has_weights else []
     return schema.load(RunConfig, config.run, [*config.settings, *model, "name=study"])
 
 
@@ -320,7 +319,7 @@ def _overrides(config: StudyConfig, model: StudyModel) -> list[str]:
     """The settings of a model. If any model has weights, they or none are the model's, whatever the file of settings
     has.
     """
-    if not _has_weights(config):
+    if not config.has_weights:
         return model.settings
     # A new model has neither weights nor what the file does with them.
     none = ["init.weights=null", "init.mean_pool=false", "init.attentive_pool=false"]
@@ -346,24 +345,21 @@ def _with_trunk(config: StudyConfig, name: str, trunk_name: str, overrides: list
             f"schedule.warmup = {run.config.schedule.warmup} differs between lengths, which then share no steps: with"
             " cooldown, give it in steps, epochs or samples."
         )
-    if found := _follows_length(run.config):
+    # What a step depends on beside the learning rate, which is constant here.
+    loss = run.config.train.loss
+    following = {
+        "optimizer.weight_decay_end": run.config.optimizer.weight_decay_end is not None,
+        f"train.loss = {loss}": objectives.kind(loss).follows_length,
+    }
+    if found := [name for name, follows in following.items() if follows]:
         raise UserError(
-            f"{found} follows the length of a run, so runs of different lengths share no steps: leave out cooldown."
+            f"{found[0]} follows the length of a run, so runs of different lengths share no steps: leave out cooldown."
         )
     if "://" in run.config.checkpoint.folder:
         raise UserError("cooldown copies checkpoints between runs: checkpoint.folder must be on a disk.")
     own = [f"name={trunk_name}", f"train.length={steps - cooldown} steps"]
     trunk = make_spec(trunk_name, "pretrain", config.run, [*constant, *own])
     return replace(run, trunk=trunk, trunk_steps=steps - cooldown)
-
-
-def _follows_length(config: RunConfig) -> str:
-    """The first setting by which a step depends on how many there are in all; "" without one. The learning rate is
-    constant here.
-    """
-    if config.optimizer.weight_decay_end is not None:
-        return "optimizer.weight_decay_end"
-    return f"train.loss = {config.train.loss}" if objectives.kind(config.train.loss).follows_length else ""
 
 
 def _finetune(file: str, cell: RunSpec, model: models.Config) -> RunSpec:
@@ -377,15 +373,6 @@ def _finetune(file: str, cell: RunSpec, model: models.Config) -> RunSpec:
     model = replace(model, image_size=size)
     steps = train.length.steps(data.epoch_samples, train.global_batch)
     return _with_cost(spec, data, model, models.training_flops_per_image(model), steps)
-
-
-# -------------------------------------------------------------------- checking them
-def _check_comparable(cells: list[RunSpec]) -> None:
-    """Raise UserError for objectives whose scores are of different kinds. Data and splits are the same for all."""
-    losses = {cell.config.train.loss: cell.name for cell in cells}
-    if len(losses) > 1 and not all(objectives.kind(loss).predicts == "classes" for loss in losses):
-        listed = ", ".join(f"{name} has {loss}" for loss, name in losses.items())
-        raise UserError(f"train.loss: {listed}. Their scores cannot be compared.")
 
 
 # -------------------------------------------------------------------- what the pre-training of their weights cost

@@ -4,7 +4,7 @@ question read only this.
 
 import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -83,9 +83,13 @@ def parquet(rows: Sequence[Row], earlier: Sequence[Row]) -> bytes:
     kept below them.
     """
     names = {row.name for row in rows}
-    flat = flat_rows([*rows, *(row for row in earlier if row.name not in names)])
-    file = io.BytesIO()
-    pq.write_table(pa.table({name: _column([one[name] for one in flat]) for name in (flat[0] if flat else {})}), file)
+    return as_parquet(flat_rows([*rows, *(row for row in earlier if row.name not in names)]))
+
+
+def as_parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """A Parquet file of rows with the same keys."""
+    columns = {name: _column([row[name] for row in rows]) for name in (rows[0] if rows else {})}
+    pq.write_table(pa.table(columns), file := io.BytesIO())
     return file.getvalue()
 
 

@@ -23,14 +23,12 @@ from pipeline.base.errors import UserError
 from pipeline.base.files import write_text
 from pipeline.base.trained_on import TRAINED_BY, not_held_out, recorded, trained_by
 from pipeline.base.words import counted
-from pipeline.cluster.ray_tasks import RunJobs, run_here, shared_path
+from pipeline.cluster.ray_tasks import RunJobs, shared_path
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset
 from pipeline.data.storage.checksums import digest_of
 from pipeline.evaluate.loaded_model import output_folder
 from pipeline.experiment import engine, vtab_report
-from pipeline.experiment.engine import Experiment, ExperimentAnswer, read_note, with_note
-from pipeline.experiment.page import ExperimentPage, uri_of_runs
-from pipeline.experiment.plan import plan_lines
+from pipeline.experiment.engine import Experiment, ExperimentAnswer, ExperimentPage, read_note, uri_of_runs, with_note
 from pipeline.experiment.table import TO_RUN, Row, read_table
 from pipeline.experiment.vtab_cell import (
     ALL,
@@ -57,36 +55,28 @@ from pipeline.settings.commands.transfer import ProtocolConfig, VtabConfig
 from pipeline.settings.run import TrackConfig
 from pipeline.settings.schema import Fact, facts_of, without_effect
 
-CELLS = "cells"
 # `configs/vtab/NAME.yaml`, one per published protocol (`prepare.yaml` is not a protocol).
 _PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "vtab"
 
 
-def run(config: VtabConfig) -> dict[str, Any] | None:
-    """Score weights as Ray tasks. Returns as `run_sweep`."""
-    config = with_local_weights(config)
-    for name, path in (("weights", config.weights), ("data", config.data)):
-        # Weights of the Hugging Face hub are in the cache of each node.
-        if name != "weights" or not published.is_of_hub(path):
-            shared_path(name, path)
-    folder = Path(str(shared_path("out", str(output(config)))))
-    if config.plan:
-        return run_sweep(config, folder, run_here)
-    hold(folder)
-    run_jobs = engine.on_ray(config.threads, config.gpu_share, config.num_tasks)
-    return run_sweep(config, folder, run_jobs, tracking_uri(config))
-
-
-def run_sweep(config: VtabConfig, folder: Path, run_jobs: RunJobs, uri: str = "") -> dict[str, Any] | None:
+def run(config: VtabConfig, run_jobs: RunJobs | None = None) -> dict[str, Any] | None:
     """Run the cells that are not done, write results.json and return its content; None with config.plan.
 
-    folder: for the results (see `output`), locked by the caller. uri: MLflow's store that the sweep is sent to; empty:
-    none. Raises UserError for a sweep that cannot run or differs from the folder's, and at the end if a cell failed;
-    all other results are written then.
+    run_jobs: where cells are run; by default as Ray tasks. Raises UserError for a sweep that cannot run or differs from
+    the folder's, and at the end if a cell failed; all other results are written then.
     """
-    sweep = Sweep(config, folder, uri)
-    print("\n".join([*without_effect(config), *plan_lines(sweep, sweep.known()[1], {})]), flush=True)
-    return None if config.plan else engine.run(sweep, run_jobs)
+    config = with_local_weights(config)
+    if not published.is_of_hub(config.weights):  # These are in the cache of each node.
+        shared_path("weights", config.weights)
+    shared_path("data", config.data)
+    folder = Path(str(shared_path("out", str(output(config)))))
+    if not config.plan:
+        hold(folder)
+    sweep = Sweep(config, folder)
+    print("\n".join([*without_effect(config), *engine.plan_lines(sweep, sweep.known()[1], {})]), flush=True)
+    if config.plan:
+        return None
+    return engine.run(sweep, run_jobs or engine.on_ray(config.threads, config.gpu_share, config.num_tasks))
 
 
 def output(config: VtabConfig) -> Path:
@@ -111,8 +101,8 @@ class Sweep(Experiment):
     config: VtabConfig
     kind, score, work = "vtab", "accuracy", staticmethod(run_cell)
 
-    def __init__(self, config: VtabConfig, folder: Path, uri: str = "") -> None:
-        self.folder, self.uri, self.named = folder, uri, config.weights
+    def __init__(self, config: VtabConfig, folder: Path) -> None:
+        self.folder, self.named = folder, config.weights
         self.datasets, self.missing = _open_datasets(config)
         file = files.find_file(Path(config.weights)).absolute()
         self.sha256 = digest_of(file)
@@ -120,20 +110,21 @@ class Sweep(Experiment):
         self.tasks = [task for task in TASKS if task.name in self.datasets]
         for task in self.tasks:
             _check_dataset(self, task)
+        # Those that launch/vtab_prepare.py did not make of all published files: their scores are not VTAB's.
+        made = {name: dataset.info["source"].get("vtab", {}) for name, dataset in self.datasets.items()}
+        self.unpublished = [name for name, of in made.items() if (of.get("task"), of.get("published")) != (name, True)]
         protocol, weights = config.protocol, models.read_weights(config.weights)
-        self.model = weights.config
+        self.model, sets = weights.config, recorded(weights.extra)
+        runs = {name: trained_by(sets, dataset.fingerprint, TEST) for name, dataset in self.datasets.items()}
+        self.trained_by = {name: names for name, names in runs.items() if names}
         self.notes = [
             f"{file} ({self.sha256[:16]}) on {len(self.tasks)} of {counted(len(TASKS), 'task')} by"
             f" {protocol_title(protocol)} ({protocol_sha256(protocol)[:16]}), {config.method}",
             *_check_weights(self, weights),
             *[f"not prepared: {', '.join(self.missing)}"] * bool(self.missing),
+            *unpublished_warning(self.unpublished),
+            *[f"{name}: {not_held_out(TEST, names)}" for name, names in self.trained_by.items()],
         ]
-        self.unpublished = _unpublished(self.datasets)
-        self.notes += unpublished_warning(self.unpublished)
-        sets = recorded(weights.extra)
-        runs = {name: trained_by(sets, dataset.fingerprint, TEST) for name, dataset in self.datasets.items()}
-        self.trained_by = {name: names for name, names in runs.items() if names}
-        self.notes += [f"{name}: {not_held_out(TEST, names)}" for name, names in self.trained_by.items()]
         data = {f"data.{name}": dataset.fingerprint for name, dataset in self.datasets.items()}
         self.shared = {"checkpoint_sha256": self.sha256, **data}
         settings: list[Setting | None] = [*settings_of(protocol)]
@@ -192,8 +183,9 @@ class Sweep(Experiment):
         return SweepJob(specs[0], self.config, self.sha256)
 
     def ended(self, spec: VtabCell, found: dict[str, Any]) -> None:
-        (self.folder / CELLS).mkdir(exist_ok=True)
-        write_text(self._file_of(spec), json.dumps(found, indent=1) + "\n")
+        file = self._file_of(spec)
+        file.parent.mkdir(exist_ok=True)
+        write_text(file, json.dumps(found, indent=1) + "\n")
 
     def settings(self, specs: Sequence[Any]) -> dict[str, dict[str, Any]]:
         """Settings of the sweep; those of the cells are in their names. Dropout masks are drawn per micro-batch."""
@@ -207,7 +199,7 @@ class Sweep(Experiment):
         return facts_of(VtabConfig)
 
     def _file_of(self, cell: VtabCell) -> Path:
-        return self.folder / CELLS / f"{cell.name}.json"
+        return self.folder / "cells" / f"{cell.name}.json"
 
     def row(self, spec: VtabCell) -> Row:
         tried = spec.setting
@@ -228,7 +220,7 @@ class Sweep(Experiment):
             return with_note(row, read_note(self.folder, spec.name))
         except UserError as error:
             return replace(row, state="damaged", reason=str(error))
-        chosen = {name: found.get(name) for name in ("val_accuracy", "l2", "diverged", "device")}
+        known = [name for name in ("val_accuracy", "l2", "diverged", "device") if found.get(name) is not None]
         return replace(
             row,
             state="done",
@@ -236,7 +228,7 @@ class Sweep(Experiment):
             num_test={"accuracy": found["num_images"]},
             loss=found.get("loss"),
             hours=found["seconds"] / 3600,
-            settings=settings | {name: value for name, value in chosen.items() if value is not None},
+            settings=settings | {name: found[name] for name in known},
         )
 
     # ---------------------------------------------------------------- the answer
@@ -261,7 +253,18 @@ class Sweep(Experiment):
             "data": {task: settings["data"] for task, settings in of_task.items()},
             TRAINED_BY: {task: runs for task, settings in of_task.items() if (runs := settings.get(TRAINED_BY))},
             "unpublished": [task for task, settings in of_task.items() if not settings["published"]],
-            "scores": [_score(row) for _, row in sorted(scored.items())],
+            "scores": [
+                {
+                    "task": row.group,
+                    "seed": row.seed,
+                    "accuracy": row.scores["accuracy"],
+                    "num_test": row.num_test["accuracy"],
+                    "steps": row.steps or None,
+                    **{name: row.settings.get(name) for name in ("learning_rate", "weight_decay", "val_accuracy")},
+                    **{name: value for name, value in row.settings.items() if name == "l2"},
+                }
+                for _, row in sorted(scored.items())
+            ],
             "failed": [
                 {"task": row.group, "cell": row.name, "seed": row.seed, "reason": row.reason}
                 for row in rows
@@ -286,7 +289,8 @@ class Sweep(Experiment):
         return answer
 
     def page(self) -> ExperimentPage | None:
-        return ExperimentPage(self.facts(), self.folder, self.folder.parent, self.uri, "vtab") if self.uri else None
+        uri = tracking_uri(self.config)
+        return ExperimentPage(self.facts(), self.folder, self.folder.parent, uri, "vtab") if uri else None
 
     def facts(self) -> RunFacts:
         config, results = self.config, self.results(list(self.known()[1].values()))
@@ -314,14 +318,6 @@ class Sweep(Experiment):
         )
 
 
-def _score(row: Row) -> dict[str, Any]:
-    """A row of `scores` in results.json."""
-    chosen = {name: row.settings.get(name) for name in ("learning_rate", "weight_decay", "val_accuracy")}
-    chosen |= {"l2": row.settings["l2"]} if "l2" in row.settings else {}
-    about = {"task": row.group, "seed": row.seed, "accuracy": row.scores["accuracy"]}
-    return {**about, "num_test": row.num_test["accuracy"], "steps": row.steps or None, **chosen}
-
-
 def _open_datasets(config: VtabConfig) -> tuple[dict[str, Dataset], list[str]]:
     """Returns (data sets by task, names of tasks without one)."""
     if unknown := [name for name in config.tasks if name not in TITLES]:
@@ -337,14 +333,6 @@ def _open_datasets(config: VtabConfig) -> tuple[dict[str, Dataset], list[str]]:
         if name in missing:
             raise UserError(f"{paths[name]}: no such data set. Make it with launch/vtab_prepare.py tasks=[{name}] ...")
     return {name: open_dataset(path) for name, path in paths.items() if name in asked}, missing
-
-
-def _unpublished(datasets: Mapping[str, Dataset]) -> list[str]:
-    """Names of the tasks that launch/vtab_prepare.py did not make of all published files: their scores are not
-    VTAB's.
-    """
-    made = {name: dataset.info["source"].get("vtab", {}) for name, dataset in datasets.items()}
-    return [name for name, of in made.items() if (of.get("task"), of.get("published")) != (name, True)]
 
 
 def _check_dataset(sweep: Sweep, task: Task) -> None:

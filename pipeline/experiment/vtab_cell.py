@@ -84,7 +84,7 @@ class VtabCell:
     fingerprint: str
     val_accuracy: float | None = None
     choose: Callable[..., "VtabCell | None"] | None = None
-    facts: dict[str, Any] = field(default_factory=dict, hash=False)
+    facts: dict[str, Any] = field(default_factory=dict)
 
     needs: ClassVar[tuple[str, ...]] = ()
 
@@ -192,7 +192,8 @@ def train_model(
     order = SampleOrder(split.shard_sizes, cell.seed, batch, streams=1, window=len(split))
     accumulation = -(-batch // config.micro_batch)
     view = remembering_train_view(augment, cell.seed, size, _image_cache(cell.fingerprint, split.name, size, augment))
-    trainer = _PlainTrainer(objective, optimizer, config, cell.seed, device)
+    clock = StepClock(torch.device("cpu"))
+    trainer = _PlainTrainer(objective, optimizer, config, cell.seed, Ranks(0, 0, 1, device), clock)
     with Loader(
         split, view, config.threads, prefetch=2 * accumulation, max_bad_share=0.0, pin=device.type == "cuda"
     ) as loader:
@@ -208,20 +209,17 @@ def train_model(
     return steps, 0
 
 
+@dataclass
 class _PlainTrainer:
     """Trains an objective on one device without DeepSpeed, with the interface that `training_step` needs."""
 
-    def __init__(
-        self,
-        objective: Objective,
-        optimizer: torch.optim.Optimizer,
-        config: VtabConfig,
-        seed: int,
-        device: torch.device,
-    ) -> None:
-        self.objective, self.optimizer, self.config, self.seed = objective, optimizer, config, seed
-        self.ranks, self.clock = Ranks(0, 0, 1, device), StepClock(torch.device("cpu"))
-        self.step = 0
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    config: VtabConfig
+    seed: int
+    ranks: Ranks
+    clock: StepClock
+    step: int = 0
 
     def begin_step(self, step: int, lr: float) -> None:
         self.step = step

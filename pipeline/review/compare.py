@@ -18,8 +18,7 @@ from pipeline.experiment.table import TEMPLATES
 from pipeline.experiment.vtab_report import score_table
 from pipeline.process.outputs import hold, try_output
 from pipeline.review.curves import curves
-from pipeline.review.reader import read
-from pipeline.review.record import RunRecord, best_first
+from pipeline.review.record import RunRecord, Score, best_first, from_folder
 from pipeline.review.statistics import (
     Contender,
     Pair,
@@ -30,7 +29,7 @@ from pipeline.review.statistics import (
     pairs_of,
     scored_on,
 )
-from pipeline.review.table import as_parquet, differences, row, settings_that_differ
+from pipeline.review.table import differences, parquet, row, settings_that_differ
 from pipeline.settings.commands.reports import CompareConfig
 
 _TEMPLATE = Path(__file__).parent / "templates" / "comparison.j2"
@@ -44,15 +43,19 @@ def run(config: CompareConfig) -> dict[str, RunRecord]:
 
     Raises UserError for an address that is not a run, and for damaged files, before anything is written.
     """
-    records = named([read(address) for address in config.runs])
-    folder = Path(config.out) if config.out else Path("runs") / "compare" / _folder_name(list(records))
+    records = named([from_folder(Path(address)) for address in config.runs])
+    names = list(records)
+    joined = "-".join(names) if len(names) < 4 else f"{names[0]}-and-{len(names) - 1}-others"
+    # Names of runs may hold anything.
+    own = re.sub(r"[^\w.+-]", "_", joined)[:_MAX_CHARACTERS]
+    folder = Path(config.out or f"runs/compare/{own}")
     try_output("out", folder, holds="comparison")
     hold(folder)
     groups = groups_of(records)
     pairs = [_pair_row(pair) for group in groups for pair in group.pairs]
     files: dict[str, bytes | str | None] = {
         # First: with report.html alone, the folder would be one of launch/report.py.
-        "runs.parquet": as_parquet(records),
+        "runs.parquet": parquet(records),
         "pairs.csv": table_csv(pairs) if pairs else None,
         **page(records, groups, curves(records)),
     }
@@ -72,12 +75,6 @@ def named(records: Sequence[RunRecord]) -> dict[str, RunRecord]:
     """Runs by name, or by folder where several have the same name. A run that is given twice is there once."""
     names = Counter(record.name for record in records)
     return {record.name if names[record.name] == 1 else str(record.folder): record for record in records}
-
-
-def _folder_name(names: Sequence[str]) -> str:
-    """The name of a folder for runs, whose names may hold anything."""
-    full_name = "-".join(names) if len(names) < 4 else f"{names[0]}-and-{len(names) - 1}-others"
-    return re.sub(r"[^\w.+-]", "_", full_name)[:_MAX_CHARACTERS]
 
 
 @dataclass(frozen=True)
@@ -105,28 +102,22 @@ class Group:
     def title(self) -> str:
         return scored_on(next(iter(self.records.values())))[1]
 
+    @property
+    def ranked(self) -> list[tuple[str, Score]]:
+        """The runs with their last score, the best first."""
+        scored = [(name, record.last_score) for name, record in self.records.items() if record.last_score]
+        return sorted(scored, key=lambda run: best_first(run[1]))
+
     def ranking(self) -> Table:
-        """The runs by their last score."""
-        scored = {name: record.last_score for name, record in self.records.items()}
-        measure = next((score.name for score in scored.values() if score), "score")
-        ranked = sorted(scored.items(), key=lambda run: best_first(run[1]))
-        rows = [(name, str(score), shown(score and score.step)) for name, score in ranked]
-        return Table(("run", f"last {measure}", "step"), rows)
+        scores = dict(self.ranked)
+        rows = [(name, str(score), shown(score.step)) for name, score in scores.items()]
+        return Table(("run", f"last {scores[next(iter(self.records))].name}", "step"), rows)
 
     def noise(self) -> Table:
         """The test of each pair, or of many those with the best run."""
         pairs = self.pairs if len(self.pairs) <= _MAX_PAIRS else self.pairs_of_best
-        is_share = all(of.metric.is_share for of in self.contenders)
-        header = (
-            "better",
-            "than",
-            "by, points" if is_share else "by",
-            "95 % interval",
-            "p",
-            "p, corrected",
-            "verdict",
-            "test",
-        )
+        by = "by, points" if all(of.metric.is_share for of in self.contenders) else "by"
+        header = ("better", "than", by, "95 % interval", "p", "p, corrected", "verdict", "test")
         return Table(header, [_told(pair) for pair in pairs])
 
     @property
@@ -143,20 +134,17 @@ def groups_of(records: Records) -> list[Group]:
 def summary(records: Records, groups: Sequence[Group]) -> Iterator[str]:
     """Lines for the terminal: each run with its last score, and the best of each group beside the others."""
     rows = [("run", "status", "kind of score", "score")]
-    for name, record in by_kind(records).items():
+    for name, record in by_kind(records, groups).items():
         score = record.last_score
         rows.append((shorten(name, 40), record.status, *((score.name, str(score)) if score else ("–", "–"))))
     yield from aligned(rows)
     yield from claims(groups)
 
 
-def by_kind(records: Records) -> dict[str, RunRecord]:
+def by_kind(records: Records, groups: Sequence[Group]) -> dict[str, RunRecord]:
     """The runs, those whose scores compare together and the best of them first; those without a score last."""
-    groups = [
-        sorted(names, key=lambda name: best_first(records[name].last_score))
-        for names in by_evaluation(records).values()
-    ]
-    return {name: records[name] for name in [*(name for names in groups for name in names), *records]}
+    scored = [name for group in groups for name, _ in group.ranked]
+    return {name: records[name] for name in [*scored, *records]}
 
 
 def claims(groups: Sequence[Group]) -> Iterator[str]:
@@ -170,21 +158,19 @@ def claims(groups: Sequence[Group]) -> Iterator[str]:
 
 def page(records: Records, groups: Sequence[Group], pictures: Sequence[PngImage]) -> dict[str, bytes | str | None]:
     """The files of the comparison's page."""
-    sections: dict[str, dict[str, dict[str, str]]] = {
-        "Runs": {},
-        "Settings": settings_that_differ(records),
-        "Data": {},
-        "Code": {},
+    rows = {name: row(name, record) for name, record in by_kind(records, groups).items()}
+    sections = {
+        section: {
+            name: {column.replace("_", " "): shown(value) for column, value in known[section].items()}
+            for name, known in rows.items()
+        }
+        for section in ("Runs", "Data", "Code")
     }
-    for name, record in by_kind(records).items():
-        known = row(name, record)
-        for section in ("Runs", "Data", "Code"):
-            sections[section][name] = {
-                column.replace("_", " "): shown(value) for column, value in known[section].items()
-            }
-        last = record.last_score
+    sections["Settings"] = settings_that_differ(records)
+    for name, told in sections["Runs"].items():
+        last = records[name].last_score
         scores = {"kind of score": last.name if last else "–", "last score": str(last or "–")}
-        sections["Runs"][name] |= scores | {"ended": when(record.period[1])}
+        told |= scores | {"ended": when(records[name].period[1])}
     sweeps = [replace(record.sweep, name=name) for name, record in records.items() if record.sweep]
     return render(
         _TEMPLATE,

@@ -15,7 +15,7 @@ from pipeline.base.metric import SPREAD, title_of
 from pipeline.base.page import COLOURS, PngImage, add_legend, png, style_axes
 from pipeline.base.words import first_of, shorten
 from pipeline.review.record import RunRecord, Series
-from pipeline.review.statistics import Records, by_loss, in_seeds, seed_groups
+from pipeline.review.statistics import Records, in_seeds, loss_of, seed_groups
 
 # More runs than colours differ by the style of their lines.
 _STYLES = ("-", "--", ":", "-.")
@@ -38,11 +38,11 @@ def curves(records: Records) -> list[PngImage]:
 
     A metric has a figure for each thing that it measures: for each loss, and for images that are trained on.
     """
-    losses, seeds = by_loss(records), seed_groups(records)
-    loss_of = {name: f" ({loss})" for loss, names in losses.items() for name in names} if len(losses) > 1 else {}
+    losses, seeds = {run: loss_of(record) for run, record in records.items()}, seed_groups(records)
+    differ = len({*losses.values()} - {""}) > 1
     found: dict[tuple[str, str], dict[str, Series]] = {}
     for run, record in records.items():
-        for file, title, series in lines_of(record, loss_of.get(run, "")):
+        for file, title, series in lines_of(record, f" ({losses[run]})" if differ and losses[run] else ""):
             found.setdefault((file, title), {})[run] = series
     pictures, used = [], Counter[str]()
     for (file, title), lines in found.items():

@@ -18,13 +18,14 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.base import npz
 from pipeline.base.files import replacing
 from pipeline.base.gallery import DPI
 from pipeline.base.page import png, report
 from pipeline.base.trained_on import TRAINED_BY
 from pipeline.base.words import on_one_line
 from pipeline.cluster.status_files import read_settings
-from pipeline.data.dataset.manifest import Dataset, Split
+from pipeline.data.dataset.manifest import Split
 from pipeline.data.loading.views import eval_view
 from pipeline.data.mixture.run_data import open_run_data
 from pipeline.data.storage.atomic import write_files
@@ -36,8 +37,7 @@ from pipeline.explain import explain, galleries
 from pipeline.monitor.page_folder import FIGURES, MISTAKES, PAGE
 from pipeline.process.committed import checkpoints_of, newest_complete
 from pipeline.review.curves import draw_run
-from pipeline.review.reader import from_folder
-from pipeline.review.record import PREDICTIONS, LastNumbers, LastPredictions
+from pipeline.review.record import PREDICTIONS, LastPredictions, from_folder
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ExplainConfig
 from pipeline.settings.run import RunConfig
@@ -70,36 +70,33 @@ def draw(folder: Path, final: bool) -> list[str]:
     if (folder / PREDICTIONS).exists():
         drawn = ("confusion", "predictions", "scatter", MISTAKES)
         attempt(drawn, lambda: _of_evaluation(folder))
-    attempt(("reconstruction",), lambda: _of_weights(folder, "reconstruction"))
-    if final:
-        attempt(
-            ("attention", "positions", "components"),
-            lambda: _of_weights(folder, "attention", "positions", "components"),
-        )
+    for names in (("reconstruction",), *[("attention", "positions", "components")] * final):
+        attempt(names, partial(_of_weights, folder, *names))
     return problems
 
 
-def _evaluated(config: RunConfig) -> tuple[Dataset, Split, str]:
-    """(data set and split of a run's last evaluation, the split that has its samples in the manifest if that has
-    another name, else "").
-    """
-    data = config.data
-    storage = Storage.create(data.retry_minutes, data.cache, data.cache_gb)
-    opened = open_run_data(data, config.seed, config.labels, storage)
-    assert opened.evaluation is not None, "there are predictions of it"
-    return opened.dataset, opened.evaluation, data.train_split if data.dev_share else ""
-
-
 def _of_evaluation(folder: Path) -> Iterator[bytes | Files | None]:
-    config = read_settings(folder)
+    config, file = read_settings(folder), folder / PREDICTIONS
+    data = config.data
     if config.labels == "targets":
-        numbers = LastNumbers.read(folder)
-        yield from [None, None, draw_scatter(numbers.values, numbers.targets, config.data.targets), None]
+        # float32 (n, T), true and predicted numbers, NaN for a missing one, and for an unreadable image.
+        numbers = npz.read_arrays(file, str(file), ("targets", "values"))
+        yield from [None, None, draw_scatter(numbers["values"], numbers["targets"], data.targets), None]
         return
     found = LastPredictions.read(folder)
-    dataset, split, manifest_split = _evaluated(config)
-    yield draw_confusion(found.true, found.predicted, dataset.class_names)
-    yield _draw_sheet(found, dataset.class_names, split, config)
+    opened = open_run_data(
+        data, config.seed, config.labels, Storage.create(data.retry_minutes, data.cache, data.cache_gb)
+    )
+    names, split = opened.dataset.class_names, opened.evaluation
+    assert split is not None, "there are predictions of it"
+    read = partial(_read_shown, split, config)
+    yield draw_confusion(found.true, found.predicted, names)
+    # In the crops that the model sees, confident mistakes first, then right ones.
+    sheet = None
+    if ((found.true >= 0) & (found.predicted >= 0)).any():
+        figure = galleries.draw_predictions(found.true, found.predicted, found.probability, names, _NUM_SHOWN, read)
+        sheet = png(figure, DPI, split.pixels.describe_shown())
+    yield sheet
     yield None
     record = from_folder(folder)
     evaluated = record.dataset("evaluation")
@@ -108,12 +105,12 @@ def _of_evaluation(folder: Path) -> Iterator[bytes | Files | None]:
         found.predicted,
         found.probability,
         found.of_label,
-        dataset.class_names,
+        names,
         split,
-        partial(_read_shown, split, config),
+        read,
         mistakes.how_found(split.name, evaluated.notes.get(TRAINED_BY, "") if evaluated else ""),
-        config.data.path,
-        manifest_split,
+        data.path,
+        data.train_split if data.dev_share else "",  # The split that has its samples in the manifest.
     )
     content = mistakes.blocks(of_run, pictures, folder / PAGE / MISTAKES)
     yield of_run.files(pictures) | report(f"Mistakes of {record.name}", content)
@@ -126,28 +123,12 @@ def _read_shown(split: Split, config: RunConfig, rows: np.ndarray) -> tuple[np.n
     return kept, images
 
 
-def _draw_sheet(found: LastPredictions, names: list[str], split: Split, config: RunConfig) -> bytes | None:
-    """PNG of images, in the crops that the model sees, with true and predicted class: confident mistakes first, then
-    right ones.
-
-    None if no image has both.
-    """
-    if not ((found.true >= 0) & (found.predicted >= 0)).any():
-        return None
-    read = partial(_read_shown, split, config)
-    figure = galleries.draw_predictions(found.true, found.predicted, found.probability, names, _NUM_SHOWN, read)
-    return png(figure, DPI, split.pixels.describe_shown())
-
-
 def _of_weights(folder: Path, *names: str) -> Iterator[bytes | None]:
     config = read_settings(folder)
-    data, not_drawn = config.data, set()
-    checkpoints = checkpoints_of(folder)
-    if config.train.loss != "mae" or isinstance(checkpoints, str) or newest_complete(checkpoints) is None:
-        not_drawn.add("reconstruction")
-    if config.needs_labels:
-        not_drawn.add("components")
-    drawn = [name for name in names if name not in not_drawn]
+    data, checkpoints = config.data, checkpoints_of(folder)
+    is_local = isinstance(checkpoints, Path) and newest_complete(checkpoints) is not None
+    has = {"reconstruction": config.train.loss == "mae" and is_local, "components": not config.needs_labels}
+    drawn = [name for name in names if has.get(name, True)]
     # The split "dev" is a part of the training samples, and data.eval_split may then be missing.
     split = data.eval_split if data.eval_split and not data.dev_share else data.train_split
     with tempfile.TemporaryDirectory() as out:

@@ -1,8 +1,10 @@
-"""What is known of one run: `RunFacts` of its run.json, and what its other files say. See reader.py.
+"""What is known of one run: `RunFacts` of its run.json, and what its other files say. Read from its folder, or from
+what `mlflow artifacts download` made of it: these are files of the same names.
 
 Metrics have the names of metrics.jsonl: the groups by which MLflow shows them are taken off.
 """
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -12,18 +14,28 @@ from typing import Any, Self
 
 import numpy as np
 
-from pipeline.base import npz
+from pipeline.base import json_record, npz
+from pipeline.base.errors import UserError
 from pipeline.base.metric import MAIN, Metric, probed_data, score_of, title_of
 from pipeline.base.trained_on import TRAINED_BY
+from pipeline.cluster.status_files import SETTINGS_FILE, holder, read_settings, read_status
 from pipeline.evaluate.intervals import OVER_SAMPLES, Interval, of_samples, of_seeds
 from pipeline.experiment.vtab_report import OVERALL, Column, column_of
 from pipeline.experiment.vtab_tasks import TASKS
-from pipeline.monitor.page_folder import PAGE, Start
+from pipeline.monitor.export import run_id_of
+from pipeline.monitor.metrics_file import METRICS_FILE, Record, by_name, read_metrics
+from pipeline.monitor.page_folder import PAGE, RUN_FILE, PageFolder, RunFile, Start
 from pipeline.monitor.run_page import PROBED_IMAGES, RunFacts
+from pipeline.settings import schema
 
 PREDICTIONS = f"{PAGE}/predictions.npz"
 ACCURACY = Metric("proportion", "higher")
 _MIN_LOGGED = 5
+_RESULTS = "results.json"
+# The status of run.json in the words of status.json, which reports and downloaded runs do not have.
+_STATUS = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
+# What only the results.json of one kind of run has.
+_KIND_BY_RESULT = {"protocol": "vtab", "trials": "grid", "question": "study"}
 
 
 @dataclass(frozen=True)
@@ -36,10 +48,8 @@ class Series:
     @classmethod
     def of(cls, points: Mapping[int, float]) -> "Series":
         """points: step -> value."""
-        steps = np.fromiter(points.keys(), np.int64, len(points))
-        values = np.fromiter(points.values(), np.float64, len(points))
-        order = np.argsort(steps)
-        return cls(steps[order], values[order])
+        steps = sorted(points)
+        return cls(np.array(steps, np.int64), np.array([points[step] for step in steps], np.float64))
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -52,42 +62,26 @@ def best_of(series: Series, metric: Metric) -> int:
 
 
 @dataclass(frozen=True)
-class _Last:
-    """Content of predictions.npz: of the first n images of the evaluated split. All (n, ...).
+class LastPredictions:
+    """Content of predictions.npz, of a run that predicts classes: of the first n images of the evaluated split. All
+    (n,).
 
-    rows: int64, in the split. groups: int64, of `Split.groups`; empty without.
+    rows: int64, in the split. true, predicted: int64, -1 for no label, and for an unreadable image. probability,
+    of_label: float32, of the predicted class and of the label. groups: int64, of `Split.groups`; empty without.
     """
 
     rows: np.ndarray
-    groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64), kw_only=True)
-
-    @classmethod
-    def read(cls, folder: Path) -> Self:
-        """Of a run folder. Raises UserError for a damaged file."""
-        file, names = folder / PREDICTIONS, [one.name for one in fields(cls) if not one.kw_only]
-        return cls(**npz.read_arrays(file.read_bytes(), str(file), names, optional=("groups",)))
-
-
-@dataclass(frozen=True)
-class LastPredictions(_Last):
-    """true, predicted: int64, -1 for no label, and for an unreadable image. probability, of_label: float32, of the
-    predicted class and of the label.
-    """
-
     true: np.ndarray
     predicted: np.ndarray
     probability: np.ndarray
     of_label: np.ndarray
+    groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
-
-@dataclass(frozen=True)
-class LastNumbers(_Last):
-    """targets, values: float32 (n, T), true and predicted numbers, NaN for a missing one, and for an unreadable
-    image.
-    """
-
-    targets: np.ndarray
-    values: np.ndarray
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Of a run folder. Raises UserError for a damaged file."""
+        file, (*names, groups) = folder / PREDICTIONS, [one.name for one in fields(cls)]
+        return cls(**npz.read_arrays(file.read_bytes(), str(file), names, [groups]))
 
 
 @dataclass(frozen=True)
@@ -116,9 +110,9 @@ class Score:
         return f"{self.metric.text(self.value)}{interval}"
 
 
-def best_first(score: Score | None) -> float:
-    """Sort key of scores, best first; None and NaN come last."""
-    return -score.metric.sign * score.value if score and not math.isnan(score.value) else math.inf
+def best_first(score: Score) -> float:
+    """Sort key of scores, best first; NaN comes last."""
+    return math.inf if math.isnan(score.value) else -score.metric.sign * score.value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,10 +178,6 @@ class RunRecord(RunFacts):
         """Median of a metric over the log lines; None for fewer than five, because the first ones are slow."""
         series = self.series.get(name)
         return float(np.nanmedian(series.values)) if series and len(series) >= _MIN_LOGGED else None
-
-    @property
-    def ranks(self) -> int:
-        return int(self.parameters.get("ranks", 0))
 
     # ------------------------------------------------------------------ scores
     @cached_property
@@ -280,3 +270,62 @@ class RunRecord(RunFacts):
             by_seed.setdefault(row["seed"], []).append(row["accuracy"])
         means = [float(np.mean(of_seed)) for of_seed in by_seed.values() if len(of_seed) == len(TASKS)]
         return means or [run["top1"] for run in self.results.get("runs", ())]
+
+
+# ---------------------------------------------------------------------- reading it
+def from_folder(folder: Path) -> RunRecord:
+    """The record of the folder of a run, a grid, a sweep or a report. Raises UserError for a folder that is none, and
+    for a damaged file in one line.
+    """
+    # A run in progress writes metrics, then how it ended, and leaves its folder last. Read in the other order, the end
+    # that is found has its metrics, and is that of a run that was killed only if it was.
+    is_free = False
+    with contextlib.suppress(OSError):  # The lock may be unreadable (another user's run): only the status is known.
+        is_free = holder(folder) is None
+    status = read_status(folder)
+    word, outcome = (status.status, status.reason or status.status) if status else ("", "")
+    if word == "running" and is_free:
+        word, outcome = "killed", "ended without a word: killed, or its host was lost"
+    results: dict[str, Any] = {}
+    with contextlib.suppress(FileNotFoundError):
+        results = json_record.readable(json_record.read(folder / _RESULTS, dict[str, Any]))
+    saved = PageFolder(folder).saved()
+    if saved is None:  # A grid or a sweep that was not tracked.
+        if not results:
+            raise UserError(
+                f"{folder} is not the folder of a run, or of an experiment that has ended: {RUN_FILE} and {_RESULTS}"
+                " are missing."
+            )
+        kind = next((kind for name, kind in _KIND_BY_RESULT.items() if name in results), "")
+        saved = RunFile("", RunFacts(str(results.get("name") or folder.resolve().name), kind))
+    facts, tags = saved.facts, saved.facts.all_tags() | (saved.end.tags if saved.end else {})
+    if not word and saved.end:
+        word = "diverged" if tags.get("outcome", "").startswith("diverged") else _STATUS[saved.end.status]
+    records, num_damaged = list[Record](), 0
+    with contextlib.suppress(FileNotFoundError):
+        records, num_damaged = read_metrics(folder / METRICS_FILE)
+    series = {name: Series.of(points) for name, points in by_name(records).items()}
+    times = [record.time / 1000 for record in records] or [0.0]
+    settings, evaluated = dict(facts.parameters), facts.dataset("evaluation")
+    splits = [evaluated.split] if evaluated else [name[:-5] for name in series if name.endswith("_top1")]
+    if has_all_settings := (folder / SETTINGS_FILE).exists():
+        config = read_settings(folder)
+        splits = config.data.evaluated
+        built = {name: value for name, value in facts.parameters.items() if name.startswith("model.")}
+        found = schema.flatten(schema.to_dict(config))
+        settings = {name: value for name, value in found.items() if not built or not name.startswith("model.")} | built
+    return RunRecord(
+        **{**vars(facts), "tags": tags},
+        folder=folder,
+        run_id=run_id_of(folder),
+        status=word or "finished",
+        outcome=tags.get("outcome", outcome or word or "finished"),
+        settings=settings,
+        has_all_settings=has_all_settings,
+        split=next(iter(splits), ""),
+        series=series,
+        period=(min(times), max(times)),
+        starts=saved.starts,
+        results=results,
+        num_damaged=num_damaged,
+    )

@@ -19,8 +19,7 @@ from pipeline.monitor.page_folder import FIGURES, MISTAKES, PAGE
 from pipeline.process.outputs import hold, try_output
 from pipeline.review.compare import shown, when, write_report
 from pipeline.review.curves import draw_run
-from pipeline.review.reader import read
-from pipeline.review.record import RunRecord, best_of
+from pipeline.review.record import RunRecord, best_of, from_folder
 from pipeline.review.table import PLACES, row, weights_of
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import RunReportConfig
@@ -38,7 +37,7 @@ _COUNTS = {
 
 def run(config: RunReportConfig) -> Path:
     """Write the report of `config.run`; returns its HTML file. Raises UserError if the address is not a run."""
-    record = read(config.run)
+    record = from_folder(Path(config.run))
     folder = Path(config.out) if config.out else record.folder / "review"
     try_output("out", folder, holds="report of a run")
     hold(folder)

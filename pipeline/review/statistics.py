@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -31,7 +30,6 @@ _KNN, _FEW_SHOT = ("train_split", "temperature", "neighbour_images"), ("train_sp
 
 # ---------------------------------------------------------------------- runs
 Records = Mapping[str, RunRecord]
-V = TypeVar("V", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -233,20 +231,16 @@ def comparable(records: Records, groups: Sequence[Sequence[str]]) -> Iterator[st
         )
 
 
-def by_loss(records: Records) -> dict[str, list[str]]:
-    """The names of the runs whose losses can be compared, by the loss; runs whose settings are unknown are left out."""
-
-    def loss(record: RunRecord) -> str:
-        smoothing = float(record.settings.get("train.label_smoothing") or 0)
-        smoothed = f", label smoothing {smoothing:g}" if smoothing else ""
-        return f"{record.settings.get('train.loss', 'unknown')}{smoothed}" if record.settings else ""
-
-    return _by_value(records, loss)
+def loss_of(record: RunRecord) -> str:
+    """The loss of a run, in words: values of the same can be compared. "" for a run whose settings are unknown."""
+    smoothing = float(record.settings.get("train.label_smoothing") or 0)
+    smoothed = f", label smoothing {smoothing:g}" if smoothing else ""
+    return f"{record.settings.get('train.loss', 'unknown')}{smoothed}" if record.settings else ""
 
 
-def _by_value(records: Records, value: Callable[[RunRecord], V]) -> dict[V, list[str]]:
+def _by_value(records: Records, value: Callable[[RunRecord], Hashable]) -> dict[Hashable, list[str]]:
     """The names of the runs of each value, without those that have none."""
-    found: dict[V, list[str]] = {}
+    found: dict[Hashable, list[str]] = {}
     for name, record in records.items():
         if of_run := value(record):
             found.setdefault(of_run, []).append(name)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.base.errors import UserError
-from pipeline.base.words import counted, missing
+from pipeline.base.words import counted
 from pipeline.checkpoint.store import Checkpoints, checkpoint_folder
 from pipeline.cluster.logged_models import logged_models
 from pipeline.cluster.status_files import SETTINGS_FILE, holder, last_end_in_words, read_settings, read_status
@@ -45,8 +45,6 @@ def run(config: SyncConfig) -> None:
 def find_runs(path: Path) -> list[Path]:
     """The run folders at or below a path. Raises UserError if there are none."""
     found = [path] if (path / RUN_FILE).exists() else sorted(file.parent for file in path.glob(f"**/{RUN_FILE}"))
-    if not path.exists():
-        raise UserError(missing(path))
     if not found:
         raise UserError(f"{path} contains no run with {RUN_FILE}. Name a run folder, or a folder of runs.")
     return found
@@ -57,8 +55,9 @@ def send(folder: Path, uri: str = "") -> None:
     page = PageFolder(folder)
     saved = page.read_facts()
     settings = read_settings(folder) if (folder / SETTINGS_FILE).exists() else None
-    uri = uri or os.environ.get("MLFLOW_TRACKING_URI", "") or last_uri(folder)
-    uri = uri or (settings.track.uri if settings else "") or default_uri(folder.parent)
+    track = settings.track if settings else TrackConfig()
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI", "") or last_uri(folder) or track.uri
+    uri = uri or default_uri(folder.parent)
     if "***" in uri:
         raise UserError(
             f"{folder} is tracked at {uri}, whose password is not kept: give uri=... or MLFLOW_TRACKING_URI."
@@ -67,9 +66,11 @@ def send(folder: Path, uri: str = "") -> None:
     def models(ended: bool) -> list[ModelFacts]:
         return logged_models(Checkpoints(checkpoint_folder(settings)), ended) if settings else []
 
-    track = replace(settings.track if settings else TrackConfig(), enabled=True, uri=uri, experiment=saved.experiment)
-    if (end := saved.end) is None:
-        page.end(end := _end_without_word(folder))
+    track = replace(track, enabled=True, uri=uri, experiment=saved.experiment)
+    if (end := saved.end) is None:  # Its process could not say it: killed, or lost with its host.
+        status = read_status(folder)
+        name = _MLFLOW_STATUS.get(status.status, "FAILED") if status else "FINISHED"
+        page.end(end := End(name, {"outcome": last_end_in_words(folder)} if status else {}))
     for export in exports_of(track, folder.parent, folder, saved.facts, find_models=models):
         try:
             export.send_all(end)
@@ -77,10 +78,3 @@ def send(folder: Path, uri: str = "") -> None:
             raise UserError(f"{folder}: {export.what_failed(error)}. The same command sends the rest.") from None
         run_id = f", run {export.sent.run_id}" * bool(export.sent.run_id)
         print(f"{folder}: sent to {export.exporter.title}{run_id}")
-
-
-def _end_without_word(folder: Path) -> End:
-    """How a run ended whose process could not say it: killed, or lost with its host."""
-    status = read_status(folder)
-    name = _MLFLOW_STATUS.get(status.status, "FAILED") if status else "FINISHED"
-    return End(name, {"outcome": last_end_in_words(folder)} if status else {})

@@ -1,17 +1,14 @@
 """One table of runs: a row for each run folder, which reports show and launch/compare.py writes as Parquet."""
 
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipeline.base.words import on_one_line
 from pipeline.checkpoint.store import Checkpoints
 from pipeline.cluster.logged_models import logged_models
 from pipeline.data.storage.bucket import to_path
+from pipeline.experiment.table import as_parquet
 from pipeline.monitor.run_page import TEACHER_TAG, ModelFacts
 from pipeline.process.committed import checkpoints_of
 from pipeline.review.record import RunRecord
@@ -34,8 +31,9 @@ def row(name: str, record: RunRecord) -> dict[str, dict[str, Any]]:
     """
     last, best, origin = record.last_score, record.best_score, record.origin
     train, held_out = record.dataset("training"), record.dataset("evaluation")
+    ranks = int(record.parameters.get("ranks", 0))
     weights, _ = weights_of(record)
-    chosen = next((one for one in weights if "best" in one.roles), weights[-1] if weights else None)
+    chosen = max(reversed(weights), key=lambda one: "best" in one.roles, default=None)
     mixed = (f"{one.name} {one.split} {one.digest}" for one in record.datasets if "share" in one.notes)
     known: dict[str, dict[str, Any]] = {
         "": {
@@ -60,7 +58,7 @@ def row(name: str, record: RunRecord) -> dict[str, dict[str, Any]]:
             "images_seen": record.images_seen,
             "exaflops": record.axes(record.last_step).get("exaflops"),
             "images_per_second": record.median("images_per_second"),
-            "device_seconds": record.training_seconds * record.ranks,
+            "device_seconds": record.training_seconds * ranks,
         },
         "Data": {
             "fingerprint": train and train.digest,
@@ -75,7 +73,7 @@ def row(name: str, record: RunRecord) -> dict[str, dict[str, Any]]:
         "Code": {
             "revision": record.revision,
             **{column: record.tags.get(tag) for column, tag in _TAGS.items()},
-            "ranks": record.ranks,
+            "ranks": ranks,
         },
     }
     known = {section: {column: value or None for column, value in of.items()} for section, of in known.items()}
@@ -91,8 +89,8 @@ def row(name: str, record: RunRecord) -> dict[str, dict[str, Any]]:
     return known
 
 
-def as_parquet(records: Mapping[str, RunRecord]) -> bytes:
-    """A Parquet file of the rows, with each setting that differs (as text) and the last value of each metric."""
+def parquet(records: Mapping[str, RunRecord]) -> bytes:
+    """A Parquet file of the runs, with each setting that differs (as text) and the last value of each metric."""
     settings = settings_that_differ(records)
     differ = sorted({key for of_run in settings.values() for key in of_run})
     metrics = sorted({metric for record in records.values() for metric in record.series})
@@ -104,8 +102,7 @@ def as_parquet(records: Mapping[str, RunRecord]) -> bytes:
             | {f"setting.{key}": settings[name].get(key) for key in differ}
             | {f"metric.{metric}": last.get(metric) for metric in metrics}
         )
-    pq.write_table(pa.Table.from_pylist(rows), file := io.BytesIO())
-    return file.getvalue()
+    return as_parquet(rows)
 
 
 def settings_that_differ(records: Mapping[str, RunRecord]) -> dict[str, dict[str, str]]:

@@ -27,11 +27,11 @@ from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.mixture.run_data import hold_out
 from pipeline.experiment import grid
-from pipeline.experiment.spec import RunSpec, make_spec, run_spec, state_of
+from pipeline.experiment.spec import RunSpec, make_spec, row_of, run_spec
 from pipeline.monitor.page_folder import PageFolder, Start
 from pipeline.monitor.run_page import RunFacts, WeightsOrigin
 from pipeline.process.outputs import holding_outputs
-from pipeline.review.reader import from_folder
+from pipeline.review.record import from_folder
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import GridConfig
 from pipeline.settings.quantities import Limit
@@ -161,7 +161,7 @@ def test_grid_from_trials_to_table_and_comparison(
     assert grid.run(config)["runs"] == result["runs"]
     assert len(started) == 5
     cell = grid.make_run(config, "final-seed-3", 0.3, 3, 0.0)
-    assert state_of(cell)[0] == "done"
+    assert row_of(cell).state == "done"
     longer = schema.load(
         GridConfig,
         None,
@@ -346,10 +346,10 @@ def test_a_finished_run_is_found_again_wherever_it_was_sent_to(data: Path, tmp_p
         (written.replace("\nseed: 0", "\nseed: 1"), False),
     ):
         (cell.folder / "config.yaml").write_text(content)
-        assert (state_of(cell)[0] == "done") == is_found
+        assert (row_of(cell).state == "done") == is_found
     (cell.folder / "config.yaml").write_text(written)
     (cell.folder / "scores.json").write_text('{"step": 12, "top1": 0.0, "loss": null, "num_samples": 37}')
-    assert state_of(cell)[0] == "diverged", "instead of being run again without end"
+    assert row_of(cell).state == "diverged", "instead of being run again without end"
 
 
 def test_runs_of_two_grids_do_not_go_on_from_each_others_checkpoints(data: Path, tmp_path: Path) -> None:
@@ -382,7 +382,7 @@ def test_a_run_that_a_killed_grid_left_is_waited_for(
 
         instead_of_commands(monkeypatch, start)
         run_spec(cell, config, output)
-    assert state_of(cell) == ("done", "")
+    assert row_of(cell).state == "done"
 
 
 def test_a_second_grid_in_a_folder_is_refused(data: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tiny import make_dataset
 from pipeline.base.errors import UserError
 from pipeline.cluster.status_files import RESUME
 from pipeline.experiment import grid
-from pipeline.experiment.page import uri_of_runs
+from pipeline.experiment.engine import uri_of_runs
 from pipeline.experiment.spec import RunSpec
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import GridConfig

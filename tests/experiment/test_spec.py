@@ -25,7 +25,7 @@ import pathlib, sys
 sys.path[:] = {path!r}
 from pipeline.experiment import spec
 spec._COMMANDS = pathlib.Path(sys.argv[1])
-spec.start_command("train", [sys.argv[2]])
+spec.start_command("train", [sys.argv[2]], "", sys.stdout.buffer)
 """
 
 
@@ -51,4 +51,4 @@ def test_a_launcher_that_cannot_be_started_is_refused_in_one_line(launcher: str)
     with pytest.raises(
         UserError, match=r"^'.*': there is no such program, or it may not be run\. Name the launcher as"
     ):
-        spec.start_command("pretrain", [], launcher)
+        spec.start_command("pretrain", [], launcher, sys.stdout.buffer)

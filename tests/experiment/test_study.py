@@ -17,8 +17,7 @@ from pipeline.cluster.status_files import write_settings
 from pipeline.data.dataset.exclusion import EXCLUDED, write_list
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.experiment import study as studies
-from pipeline.experiment.engine import jobs_of, run_one
-from pipeline.experiment.plan import hours_of
+from pipeline.experiment.engine import hours_of, jobs_of, run_one
 from pipeline.experiment.spec import make_spec
 from pipeline.experiment.study import Study, compute_of_runs, pretraining_compute
 from pipeline.model import create, save

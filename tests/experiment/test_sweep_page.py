@@ -63,8 +63,8 @@ def made_up(cell: VtabCell) -> dict[str, Any]:
 def test_the_page_of_a_sweep_has_scores_and_a_row_for_each_cell(
     prepared: list[str], uri: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = schema.load(VtabConfig, None, [*prepared, "protocol.lr=[0.1,0.01]", "seeds=[4,5]", "tasks=[dtd,svhn]"])
-    results = vtab.run_sweep(config, tmp_path / "out", run_here, uri)
+    settings = ["protocol.lr=[0.1,0.01]", "seeds=[4,5]", "tasks=[dtd,svhn]", f"out={tmp_path / 'out'}", f"mlflow={uri}"]
+    results = vtab.run(schema.load(VtabConfig, None, [*prepared, *settings]), run_here)
     assert results is not None
     (run,) = runs(uri)
     assert (run.info.status, run.data.tags["outcome"]) == ("FINISHED", "finished")
@@ -82,14 +82,14 @@ def test_the_page_of_a_sweep_has_scores_and_a_row_for_each_cell(
 
 
 def test_cells_that_fail_or_diverge_are_counted_and_continued(prepared: list[str], uri: str, tmp_path: Path) -> None:
-    settings = [*prepared, "protocol.lr=[0.1,0.03]", "protocol.weight_decay=[0,0.1]", "tasks=[dtd,svhn]"]
-    config = schema.load(VtabConfig, None, settings)
+    settings = ["protocol.lr=[0.1,0.03]", "protocol.weight_decay=[0,0.1]", "tasks=[dtd,svhn]", f"mlflow={uri}"]
+    config = schema.load(VtabConfig, None, [*prepared, *settings, f"out={tmp_path / 'out'}"])
 
     def first(cell: VtabCell) -> dict[str, Any] | str:
         return "the disk is full." if cell.task.name == "svhn" and cell.setting.weight_decay == 0.1 else made_up(cell)
 
     with pytest.raises(UserError, match="2 of 10 runs failed"):
-        vtab.run_sweep(config, tmp_path / "out", in_turn(first), uri)
+        vtab.run(config, in_turn(first))
     (run,) = runs(uri)
     assert run.info.status == "FAILED"
     assert "the disk is full" in run.data.tags["outcome"]
@@ -99,7 +99,7 @@ def test_cells_that_fail_or_diverge_are_counted_and_continued(prepared: list[str
         "the disk is full."
     ] * 2 + ["waits for others"]
 
-    vtab.run_sweep(config, tmp_path / "out", in_turn(made_up), uri)
+    vtab.run(config, in_turn(made_up))
     (again,) = runs(uri)
     assert (again.info.run_id, again.info.status) == (run.info.run_id, "FINISHED")
     assert again.data.metrics["cells_done"] == 10
@@ -109,7 +109,7 @@ def test_cells_that_fail_or_diverge_are_counted_and_continued(prepared: list[str
 def test_where_a_sweep_is_sent(prepared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    config = schema.load(VtabConfig, None, [*prepared, "protocol.lr=[0.1]"])
+    config = schema.load(VtabConfig, None, [*prepared, "protocol.lr=[0.1]", "mlflow="])
     assert tracking_uri(config) == f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}"
     assert tracking_uri(replace(config, out="results/a")) == f"sqlite:///{tmp_path / 'results' / 'mlflow.db'}"
     assert tracking_uri(replace(config, mlflow="http://host:5000")) == "http://host:5000"

@@ -17,8 +17,8 @@ def test_a_probe_has_one_score_whatever_the_seeds(tmp_path: Path) -> None:
     settings = [*prepare(tmp_path), "protocol.lr=[0.1]", "method=linear"]
 
     def sweep(seeds: str) -> dict[str, Any]:
-        config = schema.load(VtabConfig, None, [*settings, f"seeds={seeds}"])
-        return vtab.run_sweep(config, tmp_path / "out", run_here)
+        config = schema.load(VtabConfig, None, [*settings, f"seeds={seeds}", f"out={tmp_path / 'out'}"])
+        return vtab.run(config, run_here)
 
     results = sweep("[0]")
     assert sweep("[1,2]")["scores"] == results["scores"]

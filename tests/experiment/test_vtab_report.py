@@ -9,10 +9,9 @@ import pytest
 
 from pipeline.evaluate import intervals
 from pipeline.experiment import vtab_report as report
-from pipeline.experiment.published import PAPER
-from pipeline.experiment.vtab_report import MEMBERS, OVERALL, column_as_published, column_of
+from pipeline.experiment.vtab_report import MEMBERS, OVERALL, PAPER, column_as_published, column_of
 from pipeline.experiment.vtab_tasks import TASKS
-from pipeline.review.reader import from_folder
+from pipeline.review.record import from_folder
 
 
 def results(**scores: list[float]) -> dict[str, Any]:

@@ -33,8 +33,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def sweep(folder: Path, settings: Sequence[str], *more: str) -> dict[str, Any]:
-    config = schema.load(VtabConfig, None, [*settings, *more])
-    results = vtab.run_sweep(config, folder, run_here)
+    config = schema.load(VtabConfig, None, [*settings, f"out={folder}", *more])
+    results = vtab.run(config, run_here)
     assert json.loads((folder / "results.json").read_text()) == results
     return results
 
@@ -61,8 +61,8 @@ def test_what_is_done_is_not_run_again_and_another_sweep_is_refused(
     finished: Path, prepared: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (finished / "results.json").read_bytes()
-    config = schema.load(VtabConfig, None, prepared)
-    vtab.run_sweep(config, finished, run_nowhere)
+    config = schema.load(VtabConfig, None, [*prepared, f"out={finished}"])
+    vtab.run(config, run_nowhere)
     assert (finished / "results.json").read_bytes() == before
     assert "3 runs, 3 of them done" in capsys.readouterr().out
 
@@ -82,7 +82,7 @@ def test_what_is_done_is_not_run_again_and_another_sweep_is_refused(
     outcome = json.loads(content)
     cell.write_bytes(content[:40])
     with pytest.raises(AssertionError, match="run again"):
-        vtab.run_sweep(config, finished, run_nowhere)
+        vtab.run(config, run_nowhere)
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "It runs again." in line]
     assert str(cell) in said
     jobs: list[str] = []
@@ -94,7 +94,7 @@ def test_what_is_done_is_not_run_again_and_another_sweep_is_refused(
             jobs.append(job.cell.name)
             yield number, outcome
 
-    vtab.run_sweep(config, finished, again)
+    vtab.run(config, again)
     assert jobs == [cell.stem]
     assert (finished / "results.json").read_bytes() == before
     cell.write_bytes(content)
@@ -123,9 +123,9 @@ def test_a_published_protocol_that_was_changed_says_so_wherever_it_is_named(
         "protocol.weight_decay=[0]",
         "protocol.schedule.warmup=0 steps",
     ]
-    settings = [*prepared[:2], *changes, "tasks=[dtd]", "seeds=[0]", "threads=1"]
     folder = tmp_path / "peft_224-finetune"
-    results = vtab.run_sweep(schema.load(VtabConfig, PROTOCOLS / "peft_224.yaml", settings), folder, run_here)
+    settings = [*prepared[:2], *changes, "tasks=[dtd]", "seeds=[0]", "threads=1", "mlflow=none", f"out={folder}"]
+    results = vtab.run(schema.load(VtabConfig, PROTOCOLS / "peft_224.yaml", settings), run_here)
     title = "peft_224, changed: image_size, length, lr, weight_decay, schedule.warmup"
     assert results["protocol"]["name"] == title
     assert (folder / "report.md").read_text().startswith(f"# VTAB-1k: finetune by {title}")
@@ -135,10 +135,9 @@ def test_a_published_protocol_that_was_changed_says_so_wherever_it_is_named(
 def test_the_plan_counts_cells_and_work(
     finished: Path, prepared: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = schema.load(
-        VtabConfig, None, [*prepared, "plan=true", "tasks=[svhn,dtd]", "seeds=[0,1]", "protocol.lr=[0.1,0.01]"]
-    )
-    vtab.run_sweep(config, finished, run_nowhere)
+    more = ["plan=true", "tasks=[svhn,dtd]", "seeds=[0,1]", "protocol.lr=[0.1,0.01]", f"out={finished}"]
+    config = schema.load(VtabConfig, None, [*prepared, *more])
+    vtab.run(config, run_nowhere)
     printed = capsys.readouterr().out
     flops = models.training_flops_per_image(models.read_weights(config.weights)[0])
     rows = [line.split() for line in printed.splitlines() if line.startswith("dtd")]
@@ -193,8 +192,8 @@ def test_an_image_size_that_the_weights_cannot_take_is_refused_before_anything_i
         assert "VTAB-1k" in refused(tmp_path / "out", [*prepared, f"weights={tmp_path / 'other.pt'}"])
     assert not (tmp_path / "out").exists()
     # Of small images alone, which DTD has none of.
-    config = schema.load(VtabConfig, None, [*prepared, small, "tasks=[dtd]", "plan=true"])
-    assert vtab.run_sweep(config, tmp_path / "out", run_nowhere) is None
+    more = ["tasks=[dtd]", "plan=true", f"out={tmp_path / 'out'}"]
+    assert vtab.run(schema.load(VtabConfig, None, [*prepared, small, *more]), run_nowhere) is None
 
 
 def test_the_best_setting_is_chosen_and_a_failed_cell_loses_nothing_else(prepared: list[str], tmp_path: Path) -> None:
@@ -230,7 +229,7 @@ def test_the_best_setting_is_chosen_and_a_failed_cell_loses_nothing_else(prepare
     with pytest.raises(
         UserError, match=r"2 of 24 runs failed, such as svhn-search-lr0.01-wd0.1-2_steps-seed4: no space left"
     ):
-        vtab.run_sweep(config, out, in_turn(outcome))
+        vtab.run(config, in_turn(outcome))
     results = json.loads((out / "results.json").read_text())
     assert [
         (row["task"], row["seed"], row["learning_rate"], row["weight_decay"], row["val_accuracy"])
@@ -243,7 +242,7 @@ def test_the_best_setting_is_chosen_and_a_failed_cell_loses_nothing_else(prepare
 
     ran.clear()
     broken.clear()
-    done = vtab.run_sweep(config, out, in_turn(outcome))
+    done = vtab.run(config, in_turn(outcome))
     assert ran == [
         "svhn-search-lr0.01-wd0.1-2_steps-seed4",
         "dtd-final-lr0.01-wd0.0-2_steps-seed5",

@@ -28,7 +28,7 @@ from pipeline.checkpoint.store import Checkpoints, read_state
 from pipeline.cluster.status_files import RESUME, Status, read_failures, read_settings, read_status
 from pipeline.cluster.stop import Stop
 from pipeline.data.dataset.manifest import open_dataset
-from pipeline.experiment.spec import RunSpec, state_of
+from pipeline.experiment.spec import RunSpec, row_of
 from pipeline.monitor import tracking
 from pipeline.monitor.export import ExportTiming
 from pipeline.monitor.page_folder import PageFolder
@@ -309,9 +309,9 @@ def test_a_finished_run_whose_longer_start_is_killed_is_not_taken_for_finished(
     killed = forge.start_work(1, "test_train_faults:train_until_its_settings_are_written", longer)
     assert killed.wait() == [-signal.SIGKILL], killed.said()
     assert read_settings(run.folder).train.length == run.config.train.length
-    assert state_of(run) == ("not run", "")
+    assert row_of(run).state == "not run"
     forge.start(1, longer).finish()
-    assert state_of(run) == ("done", "")
+    assert row_of(run).state == "done"
 
 
 def test_a_start_compiles_nothing_and_leaves_no_shared_memory(

@@ -18,7 +18,7 @@ from pipeline.monitor.tracking import Tracker
 def instead_of_commands(monkeypatch: pytest.MonkeyPatch, start: Callable[[RunSpec], int]) -> None:
     """Call a function where an experiment starts the command of a run. It returns the exit code."""
 
-    def start_command(command: str, arguments: list[str], launcher: str = "", output: object = None) -> int:
+    def start_command(command: str, arguments: list[str], launcher: str, output: object) -> int:
         config = make_spec("", command, arguments[1], arguments[2:]).config
         return start(RunSpec(config.name, command, arguments[1], arguments[2:], config))
 

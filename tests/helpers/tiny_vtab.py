@@ -27,6 +27,7 @@ SETTINGS = [
     "protocol.augment.crop=resize_crop",
     "protocol.augment.eval_crop=resize",
     "threads=1",
+    "mlflow=none",
 ]
 
 

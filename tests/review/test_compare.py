@@ -17,8 +17,8 @@ from pipeline.evaluate import architecture
 from pipeline.evaluate.differences import STUDENT
 from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.process.outputs import kind_of
-from pipeline.review import compare, curves, reader, table
-from pipeline.review.reader import from_folder
+from pipeline.review import compare, curves, record, table
+from pipeline.review.record import from_folder
 from pipeline.review.statistics import by_evaluation
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import CompareConfig
@@ -84,7 +84,7 @@ def test_scores_are_sorted_within_their_kind(tmp_path: Path) -> None:
     for n in (6, 3):
         runs.insert(1, write_run(tmp_path / f"knn{n}", f"optimizer.lr=0.{n}", evaluations={20: n / 10}, declared=knn))
     records = compare.named([from_folder(run) for run in runs])
-    assert list(compare.by_kind(records)) == ["top5", "top4", "knn6", "knn3"]
+    assert list(compare.by_kind(records, compare.groups_of(records))) == ["top5", "top4", "knn6", "knn3"]
     header, *lines = list(compare.summary(records, compare.groups_of(records)))[:5]
     place = header.index("kind of score")
     assert [line[place:].split()[0] for line in lines] == ["test", "test", "kNN", "kNN"]
@@ -249,7 +249,7 @@ def test_a_running_run_of_another_user_is_read(tmp_path: Path, monkeypatch: pyte
     def refuse(folder: Path) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(reader, "holder", refuse)
+    monkeypatch.setattr(record, "holder", refuse)
     assert from_folder(run).status == "running"
 
 
@@ -265,6 +265,6 @@ def test_a_run_that_ends_while_it_is_read_was_not_killed(tmp_path: Path, monkeyp
         (run / "metrics.jsonl").write_bytes(b"".join(lines))
         (run / "status.json").write_text(told)
 
-    monkeypatch.setattr(reader, "holder", end)
+    monkeypatch.setattr(record, "holder", end)
     found = from_folder(run)
     assert (found.status, max(found.series["loss"].steps)) == ("finished", 20)

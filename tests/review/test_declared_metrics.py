@@ -13,8 +13,7 @@ from pipeline.monitor.mlflow.connection import connect
 from pipeline.monitor.run_page import PROBED_IMAGES
 from pipeline.monitor.tracking import default_uri
 from pipeline.review import compare, curves, report
-from pipeline.review.reader import from_folder
-from pipeline.review.record import RunRecord
+from pipeline.review.record import RunRecord, from_folder
 from pipeline.review.statistics import by_evaluation
 
 DECLARED = {

@@ -21,8 +21,7 @@ from pipeline.monitor.run_page import DatasetFacts, WeightsOrigin
 from pipeline.monitor.tracking import default_uri
 from pipeline.process.committed import checkpoints_of
 from pipeline.review import report
-from pipeline.review.reader import from_folder, read
-from pipeline.review.record import RunRecord
+from pipeline.review.record import RunRecord, from_folder
 from pipeline.settings import schema
 from pipeline.settings.commands.reports import RunReportConfig
 
@@ -59,7 +58,7 @@ def test_downloaded_artifacts_are_a_run_folder_with_the_same_page(out: Path) -> 
     there.mkdir(parents=True)
     download_artifacts(run_id=run_id_of(folder), dst_path=str(there), tracking_uri=default_uri(out))
     pages = []
-    for record in (from_folder(folder), read(str(there))):
+    for record in (from_folder(folder), from_folder(there)):
         shown = page_of(record).splitlines()
         pages.append([line for line in shown if "un folder" not in line and "There is no checkpoint" not in line])
     assert pages[0] == pages[1]

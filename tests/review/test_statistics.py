@@ -14,8 +14,7 @@ from scipy.special import expit
 from pipeline.evaluate import differences, intervals
 from pipeline.monitor.run_page import WeightsOrigin
 from pipeline.review import statistics, table
-from pipeline.review.reader import from_folder
-from pipeline.review.record import Series
+from pipeline.review.record import Series, from_folder
 
 
 def test_two_proportions_by_hand() -> None:

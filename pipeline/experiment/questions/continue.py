@@ -14,8 +14,7 @@ from pipeline.base.metric import kind_of
 from pipeline.base.page import Block, Table
 from pipeline.evaluate.differences import ScoreDifference, of_same_seeds
 from pipeline.experiment.points import Point, Tested, corrected, difference, percent, points_of
-from pipeline.experiment.spec import RunSpec
-from pipeline.experiment.study import cells, refuse
+from pipeline.experiment.study import Cells, cells, refuse
 from pipeline.experiment.table import START, StudyResults
 from pipeline.settings.commands.study import StudyConfig
 
@@ -34,9 +33,9 @@ class ScoreChange(NamedTuple):
         return list({one.second.scores[0]: one.second for one in self.found}.values())
 
 
-def specs(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
+def specs(config: StudyConfig) -> Cells:
     refuse(config, "lengths", "data_sizes")
-    if not any(model.weights for model in config.models):
+    if not config.has_weights:
         raise UserError("question = continue needs a model with weights=..., which it goes on training.")
     if not kind_of(config.score):
         raise UserError(

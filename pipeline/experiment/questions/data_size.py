@@ -6,13 +6,12 @@ from dataclasses import replace
 from pipeline.base.errors import UserError
 from pipeline.base.page import Block
 from pipeline.experiment import points
-from pipeline.experiment.spec import RunSpec
-from pipeline.experiment.study import cells, refuse
+from pipeline.experiment.study import Cells, cells, refuse
 from pipeline.experiment.table import StudyResults
 from pipeline.settings.commands.study import StudyConfig
 
 
-def specs(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
+def specs(config: StudyConfig) -> Cells:
     refuse(config, "weights", "lengths")
     if len(config.data_sizes) < 2:
         raise UserError(

@@ -6,15 +6,14 @@ from dataclasses import replace
 from pipeline.base.errors import UserError
 from pipeline.base.page import Block, PngImage
 from pipeline.experiment.points import differences, draw_scores, points_of, table
-from pipeline.experiment.spec import RunSpec
-from pipeline.experiment.study import cells, refuse
+from pipeline.experiment.study import Cells, cells, refuse
 from pipeline.experiment.table import StudyResults
 from pipeline.settings.commands.study import StudyConfig
 
 
-def specs(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
+def specs(config: StudyConfig) -> Cells:
     refuse(config, "lengths")
-    if len(config.models) < 2 or not any(model.weights for model in config.models):
+    if len(config.models) < 2 or not config.has_weights:
         raise UserError(
             "question = labels compares weights with the first model: give at least two models, one of them with"
             " weights=..."

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from pipeline.base.errors import UserError
 from pipeline.base.page import Block
 from pipeline.experiment import points
-from pipeline.experiment.spec import RunSpec
-from pipeline.experiment.study import cells, refuse
+from pipeline.experiment.study import Cells, cells, refuse
 from pipeline.experiment.table import StudyResults
 from pipeline.settings.commands.study import StudyConfig
 
 
-def specs(config: StudyConfig) -> tuple[list[RunSpec], list[str]]:
+def specs(config: StudyConfig) -> Cells:
     refuse(config, "weights", "data_sizes")
     if config.num_lengths * len(config.models) < 2:
         raise UserError("question = scaling compares compute: give at least two models, lengths or budgets.")

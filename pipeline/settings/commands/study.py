@@ -155,6 +155,10 @@ class StudyConfig(ExperimentConfig):
         """How many lengths are compared; 0 if cells have that of the run, or their model's train.length."""
         return len(self.lengths or self.budgets)
 
+    @property
+    def has_weights(self) -> bool:
+        return any(model.weights for model in self.models)
+
     def check(self) -> None:
         """Check what depends on several settings. Raises UserError."""
         super().check()

@@ -16,7 +16,7 @@ from pipeline.base.errors import UserError
 from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.manifest import open_dataset
 from pipeline.data.storage.checksums import digest_of
-from pipeline.experiment import engine, vtab
+from pipeline.experiment import vtab
 from pipeline.experiment.vtab import protocol_sha256
 from pipeline.experiment.vtab_tasks import TASKS
 from pipeline.model.files import find_file
@@ -54,8 +54,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, vtab_tasks: tuple[Path, T
 
 
 def sweep(folder: Path, settings: Sequence[str], *more: str) -> dict[str, Any]:
-    config = schema.load(VtabConfig, None, [*settings, *more])
-    results = vtab.run_sweep(config, folder, engine.on_ray(config.threads, config.gpu_share, config.num_tasks))
+    results = vtab.run(schema.load(VtabConfig, None, [*settings, f"out={folder}", "mlflow=none", *more]))
     assert json.loads((folder / "results.json").read_text()) == results
     return results
 
