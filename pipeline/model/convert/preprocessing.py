@@ -21,7 +21,6 @@ from pipeline.base.errors import UserError
 Json = Mapping[str, Any]
 Plain = dict[str, Any]
 HALF = (0.5, 0.5, 0.5)
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # DINOv2 and DeiT III were trained with these.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Pillow's filters, by number and by timm's names -> our resize_filter, if it is not "antialias". Lanczos is nearest to
@@ -47,7 +46,7 @@ class Preprocessing(NamedTuple):
 
 
 IMAGENET = Preprocessing({}, IMAGENET_MEAN, IMAGENET_STD)
-CLIP = Preprocessing({}, CLIP_MEAN, CLIP_STD)
+CLIP = Preprocessing({}, (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 
 
 def field(content: Json, where: str, name: str, kind: Any, default: Any = None) -> Any:
@@ -125,7 +124,7 @@ def from_open_clip(cfg: Json) -> Preprocessing:
         "image_size": side,
         **crop,
     }
-    return Preprocessing(view, get("mean", PerChannel, CLIP_MEAN), get("std", PerChannel, CLIP_STD))
+    return Preprocessing(view, get("mean", PerChannel, CLIP.mean), get("std", PerChannel, CLIP.std))
 
 
 def to_huggingface(view: Json, side: int) -> Plain:

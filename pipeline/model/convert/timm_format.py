@@ -25,6 +25,7 @@ from pipeline.model.convert.layouts import (
 )
 from pipeline.model.convert.preprocessing import Json, Plain, field
 from pipeline.model.convert.reading import (
+    HIDDEN_ACTS,
     find_bit,
     find_stem,
     gelu_of,
@@ -218,7 +219,7 @@ def to_timm(model: VisionTransformer | ResNet, classes: list[str] | None, view: 
         "class_token": config.has_class_token,
         "global_pool": {"gap": "avg", "mean": "avg"}.get(config.pool, config.pool),
         "fc_norm": config.pool_norm,
-        "act_layer": {"erf": "gelu", "tanh": "gelu_tanh", "quick": "quick_gelu"}[config.gelu],
+        "act_layer": (HIDDEN_ACTS | {"tanh": "gelu_tanh"})[config.gelu],
     }
     found = {
         "architecture": "vit_base_patch16_224",  # any ViT: the arguments override it
