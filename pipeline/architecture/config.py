@@ -57,10 +57,8 @@ class Fields:
 
     def added(self) -> dict[str, Any]:
         """The fields that the first files did not have, where they are not at their defaults."""
-        later = vars(self).keys() - set(_FIRST_SAVED)
-        return {
-            name: value for name, value in vars(self).items() if name in later and value != getattr(type(self), name)
-        }
+        own = vars(self).items()
+        return {name: value for name, value in own if name not in _FIRST_SAVED and value != getattr(type(self), name)}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, YAML and weights files; tuples become lists."""
@@ -199,12 +197,35 @@ class ViTConfig(Fields):
         check_units("stem", self.stem or (), 0)
         if self.small_stem is not None:
             check_small_stem(self.small_stem, self.stem)
-        if self.width % self.num_heads:
+        if not self.num_heads or self.width % self.num_heads:
             raise UserError(f"model: width = {self.width} is not divisible by num_heads = {self.num_heads}.")
-        self._check_positions()
-        self._check_registers()
-        self._check_rope()
-        self._check_pool_norm()
+        parts = {"learned2d": 2, "sincos2d": 4, "sincos2d_mae": 4}.get(self.positions, 1)
+        if self.width % parts:
+            raise UserError(
+                f"model: positions = {self.positions} needs a width divisible by {parts}, not {self.width}."
+            )
+        if self.registers and (self.needs_grid or self.positions_at != "stem" or self.pool == "map" or self.masked):
+            raise UserError(
+                "model: registers have no position, and the head does not read them. Use them with a pool other than"
+                " map, positions at the stem that are not relative, and neither axial blocks nor masked patch"
+                " prediction."
+            )
+        if self.rope_base is not None and self.needs_grid:
+            raise UserError(
+                "model: rope_base rotates queries and keys by their place in the grid, which axial attention and"
+                " relative positions do in their way. Use it with another model and other positions, such as"
+                " positions=none."
+            )
+        if self.rope_base is not None and self.head_dim % 4:
+            raise UserError(
+                f"model: rope_base needs heads whose width is divisible by 4, not {self.width} / {self.num_heads} ="
+                f" {self.head_dim}."
+            )
+        if self.pool_norm and (self.pool not in ("mean", "gap") or self.masked):
+            raise UserError(
+                "model: pool_norm normalises the mean of the patches. Use it with pool=mean or pool=gap, and without"
+                " masked patch prediction."
+            )
         if self.axial and self.has_class_token:
             raise UserError("model: a class token has no row and no column to attend along. Use pool=gap or pool=map.")
         if self.masked or self.has_stem or min(self.image_size) < self.patch_size:
@@ -215,16 +236,12 @@ class ViTConfig(Fields):
                 f" pixels is {counted(self.num_tokens, 'token')}, more than {_MAX_TOKENS:,}. Use larger patches or a"
                 " smaller image."
             )
-        if self.masked:
-            self._check_masked()
-
-    def _check_masked(self) -> None:
-        if self.masked != "pixels" and not self.pixels.is_rgb8:
+        if self.masked not in (None, "pixels") and not self.pixels.is_rgb8:
             raise UserError(
                 f"model: masked = {self.masked} predicts colours of 8-bit RGB, and images have"
                 f" {self.pixels.describe()}. Use masked pixels (train.loss=masked_pixels)."
             )
-        if self.num_classes or self.representation or self.pools_by_attention or self.axial:
+        if self.masked and (self.num_classes or self.representation or self.pools_by_attention or self.axial):
             raise UserError(
                 "model: masked patch prediction reads patch tokens, so it has no classes, representation layer,"
                 " attention pooling or axial blocks. Use representation=false, and pool=token or pool=gap."
@@ -233,44 +250,6 @@ class ViTConfig(Fields):
             raise UserError(
                 f"model: masked = small_patch resizes each patch to 4 x 4, but its side is {self.patch_pixels} pixels."
                 " Use a patch side divisible by 4, or mean_color."
-            )
-
-    def _check_registers(self) -> None:
-        needs_positions = self.positions == "relative" or self.positions_at != "stem" or self.axial
-        if self.registers and (needs_positions or self.pool == "map" or self.masked):
-            raise UserError(
-                "model: registers have no position, and the head does not read them. Use them with a pool other than"
-                " map, positions at the stem that are not relative, and neither axial blocks nor masked patch"
-                " prediction."
-            )
-
-    def _check_rope(self) -> None:
-        if self.rope_base is None:
-            return
-        if self.axial or self.positions == "relative":
-            raise UserError(
-                "model: rope_base rotates queries and keys by their place in the grid, which axial attention and"
-                " relative positions do in their way. Use it with another model and other positions, such as"
-                " positions=none."
-            )
-        if self.head_dim % 4:
-            raise UserError(
-                f"model: rope_base needs heads whose width is divisible by 4, not {self.width} / {self.num_heads} ="
-                f" {self.head_dim}."
-            )
-
-    def _check_pool_norm(self) -> None:
-        if self.pool_norm and (self.pool not in ("mean", "gap") or self.masked):
-            raise UserError(
-                "model: pool_norm normalises the mean of the patches. Use it with pool=mean or pool=gap, and without"
-                " masked patch prediction."
-            )
-
-    def _check_positions(self) -> None:
-        parts = {"learned2d": 2, "sincos2d": 4, "sincos2d_mae": 4}.get(self.positions, 1)
-        if self.width % parts:
-            raise UserError(
-                f"model: positions = {self.positions} needs a width divisible by {parts}, not {self.width}."
             )
 
     def check_covered(self) -> None:
@@ -288,12 +267,17 @@ class ViTConfig(Fields):
         """Raise UserError if the model reads images of one size only, because its attention or positions depend on the
         grid.
         """
-        if self.axial or self.positions == "relative":
+        if self.needs_grid:
             why = "axial attention" if self.axial else "relative positions"
             raise UserError(
                 f"model: {why} of a {self.grid[0]} x {self.grid[1]} grid cannot be used with views of another size. Use"
                 " a model without it, or views of one size."
             )
+
+    @property
+    def needs_grid(self) -> bool:
+        """Whether its attention depends on the grid of the patches."""
+        return self.axial or self.positions == "relative"
 
     @property
     def reduction(self) -> int:

@@ -2,9 +2,8 @@
 
     layer_scale  ScaledDense           the last layer of each residual branch (DINOv2, DINOv3, DeiT III)
     qkv_bias     new_query_key_value   the layer of q, k and v (DINOv3: keys without a bias)
-    swiglu       SwiGlu                the MLP (DINOv2's g, DINOv3's H+ and 7B)
 
-RoPE has a file of its own (`rope.py`).
+RoPE has a file of its own (`rope.py`); the gated MLP is beside the plain one in `vit.py`.
 """
 
 import torch
@@ -54,28 +53,6 @@ def new_query_key_value(config: ViTConfig) -> Dense:
     layer = QueryValueBias(width) if config.qkv_bias == "qv" else Dense(width, 3 * width, has_bias)
     layer.num_kernels = 3
     return layer
-
-
-class SwiGlu(nn.Module):
-    """A gated MLP (Shazeer, arXiv 2002.05202), applied to each token: (silu(x W_gate) * x W_value) W_down. D -> M -> D.
-
-    M is the width of the product. Two thirds of an MLP's width give as many parameters as that MLP has.
-    """
-
-    def __init__(self, config: ViTConfig):
-        super().__init__()
-        self.up = Dense(config.width, 2 * config.mlp_width, config.mlp_bias)  # rows: all of the gate, all of the value
-        self.up.num_kernels = 2
-        self.down = new_output(config, config.mlp_width, config.mlp_bias)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def initialize(self, generator: torch.Generator) -> None:
-        for kernel in (*self.up.weight.chunk(2), self.down.weight):
-            nn.init.xavier_uniform_(kernel, generator=generator)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.up(x).chunk(2, dim=-1)
-        return self.dropout(self.down(self.dropout(F.silu(gate) * value)))
 
 
 def gelu(x: Tensor, kind: str) -> Tensor:
