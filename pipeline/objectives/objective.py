@@ -50,7 +50,7 @@ from pipeline.settings.schema import Settings, build
 
 BACKBONE, TEACHER = "backbone.", "teacher."
 # Published weights that an objective learns from. In no checkpoint, because they are in a file of their own
-# (`teacher_file`).
+# (`published`).
 FROZEN_TEACHER = "frozen_teacher."
 
 
@@ -74,6 +74,17 @@ class Inputs(NamedTuple):
 
     views: Images
     facts: Facts
+
+
+class PublishedTeacher(NamedTuple):
+    """named: as in the settings. file: where the weights are. extra: what stands beside them, as the names of their
+    classes. digest: SHA-256 of their configuration and tensors, whatever the format of the file."""
+
+    named: str
+    file: Path
+    config: Config
+    extra: dict[str, Any]
+    digest: str
 
 
 class Objective(nn.Module):
@@ -160,9 +171,8 @@ class Objective(nn.Module):
         return ""
 
     @classmethod
-    def teacher_file(cls, config: RunConfig) -> tuple[Path, str, dict[str, Any]] | None:
-        """Published weights that it learns from, the SHA-256 of what is read of them, and what their file says of them;
-        None for none.
+    def published(cls, config: RunConfig) -> PublishedTeacher | None:
+        """Published weights that it learns from; None for none. Raises UserError.
 
         They are the submodule `frozen_teacher`, which is in no checkpoint: a run is continued with the same weights
         only.
@@ -260,7 +270,7 @@ class Objective(nn.Module):
         self.new_parts: tuple[str, ...] = ()
         # Set by `add_teacher`.
         self.teacher: nn.ModuleDict | None = None
-        # Set by a subclass that learns from published weights (`teacher_file`).
+        # Set by a subclass that learns from published weights (`published`).
         self.frozen_teacher: Model | None = None
         # Steps of the run, set before anything of it is counted or trained; beside `frozen_steps`, read only in a class
         # with `follows_length`.

@@ -23,9 +23,9 @@ from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views, undistorted
 from pipeline.model import Config, Model, ViTConfig
-from pipeline.objectives.objective import Facts, Images, Inputs, Metrics, Objective, mean_of_valid
-from pipeline.objectives.parts.local_views import ComparesViews, LocalViewSettings
-from pipeline.objectives.parts.teacher import HasFrozenTeacher, PublishedTeacher, find_published
+from pipeline.objectives.objective import Facts, Images, Inputs, Metrics, Objective, PublishedTeacher, mean_of_valid
+from pipeline.objectives.parts.local_views import ComparesCrops, LocalViewSettings
+from pipeline.objectives.parts.teacher import HasFrozenTeacher, find_published
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
@@ -44,10 +44,10 @@ class GramSettings(LocalViewSettings):
     """
 
 
-class GramAnchored(ComparesViews, HasFrozenTeacher):
-    """An objective that compares views and can be anchored. Its settings are `GramSettings`, its `views` end with
-    `anchored_views`, its `values` begin with those of this class, and its `loss` calls `anchor_patches` first and
-    `with_gram` last.
+class GramAnchored(ComparesCrops, HasFrozenTeacher):
+    """An objective that compares large and small crops and can be anchored. Its settings are `GramSettings`, its
+    `views` end with `anchored_views`, its `values` begin with those of this class, and its `loss` calls
+    `anchor_patches` first and `with_gram` last.
     """
 
     given: Any  # Its settings, which a subclass sets.
@@ -78,8 +78,15 @@ class GramAnchored(ComparesViews, HasFrozenTeacher):
 
     @classmethod
     def check_backbone(cls, config: RunConfig, model: Config) -> None:
-        super().check_backbone(config, model)
         given: GramSettings = cls.settings(config)
+        if given.local_views and isinstance(model, ViTConfig):
+            size = given.local_size
+            if size % model.patch_pixels:
+                raise UserError(
+                    f"objective.local_size = {size} is not divisible by patches of {model.patch_pixels} pixels."
+                )
+            if model.grid_at(size, size) != model.grid:
+                model.check_any_grid()
         if not given.gram_weight:
             return
         if not isinstance(model, ViTConfig):

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from pipeline.base.errors import UserError
 from pipeline.data.loading.views import Views
-from pipeline.model import Config, ViTConfig
 from pipeline.objectives.objective import Objective
 from pipeline.settings.quantities import MAX_SIDE
 from pipeline.settings.run import AugmentConfig, RunConfig
@@ -49,20 +48,3 @@ class ComparesCrops(Objective):
         std = values["embedding_std"]
         same = f"the features of all images are nearly the same (embedding_std {std:.3f}); {self.remedy}"
         return same if std < _SAME else ""
-
-
-class ComparesViews(ComparesCrops):
-    """Of large and small crops. Its settings are `LocalViewSettings`."""
-
-    @classmethod
-    def check_backbone(cls, config: RunConfig, model: Config) -> None:
-        given: LocalViewSettings = cls.settings(config)
-        if not given.local_views or not isinstance(model, ViTConfig):
-            return
-        size = given.local_size
-        if size % model.patch_pixels:
-            raise UserError(
-                f"objective.local_size = {size} is not divisible by patches of {model.patch_pixels} pixels."
-            )
-        if model.grid_at(size, size) != model.grid:
-            model.check_any_grid()

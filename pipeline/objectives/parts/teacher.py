@@ -8,7 +8,7 @@ import hashlib
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing
 from pipeline.model import Config, Model, adapted, build, load, read_weights
 from pipeline.model.files import find_file
-from pipeline.objectives.objective import Facts, Images, Inputs, Objective
+from pipeline.objectives.objective import Facts, Images, Inputs, Objective, PublishedTeacher
 from pipeline.settings.quantities import PathText
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import Settings, setting
@@ -39,21 +39,11 @@ class HasFrozenTeacher(Objective):
     """
 
     @classmethod
-    def published(cls, config: RunConfig) -> "PublishedTeacher | None":
-        """The weights, None for none. Raises UserError."""
-        raise NotImplementedError
-
-    @classmethod
     def teacher_adaptation(cls, config: RunConfig, model: Config) -> dict[str, Any]:
         """How these weights are changed, as arguments of `pipeline.model.load`. model: the backbone's. Raises
         UserError.
         """
         raise NotImplementedError
-
-    @classmethod
-    def teacher_file(cls, config: RunConfig) -> tuple[Path, str, dict[str, Any]] | None:
-        published = cls.published(config)
-        return (published.file, published.digest, published.extra) if published else None
 
     @classmethod
     def teacher_config(cls, config: RunConfig, model: Config) -> Config | None:
@@ -100,7 +90,7 @@ class TaughtObjective(HasFrozenTeacher):
             )
 
     @classmethod
-    def published(cls, config: RunConfig) -> "PublishedTeacher":
+    def published(cls, config: RunConfig) -> PublishedTeacher:
         """The weights of `objective.teacher`. Raises UserError."""
         return find_published("objective.teacher", cls.settings(config).teacher)
 
@@ -144,17 +134,6 @@ def converted(images: Tensor, own: Pixels, teacher: Pixels) -> Tensor:
 def _columns(device: torch.device, *of_channels: PerChannel) -> tuple[Tensor, ...]:
     """float32 (C, 1, 1) of each tuple of numbers, one for each channel."""
     return tuple(to_device(torch.tensor(numbers), device).view(-1, 1, 1) for numbers in of_channels)
-
-
-class PublishedTeacher(NamedTuple):
-    """named: as in the settings. file: where the weights are. extra: what stands beside them, as the names of their
-    classes. digest: SHA-256 of their configuration and tensors, whatever the format of the file."""
-
-    named: str
-    file: Path
-    config: Config
-    extra: dict[str, Any]
-    digest: str
 
 
 @cache
