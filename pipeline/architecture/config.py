@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from pipeline.architecture.pixels import RGB8, Pixels
+from pipeline.architecture.pixels import RGB8, Pixels, as_plain
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.words import counted
@@ -65,7 +65,7 @@ class Fields:
         values = {name: vars(self)[name] for name in _FIRST_SAVED if name in vars(self)} | self.added()
         if "pixels" in values:
             values["pixels"] = self.pixels.to_dict()
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return as_plain(values)
 
 
 _MAX_STAGES, _MAX_UNITS = 8, 1024
@@ -104,35 +104,12 @@ def stem_reduction(stem: tuple[int, ...] | None) -> int:
     return 1 if stem is None else 4 * 2 ** max(len(stem) - 1, 0)
 
 
-def small_stem_reduction(channels: tuple[int, ...]) -> int:
-    """The factor by which a stem for small images downsamples: 2 for each unit that has more channels than the one
-    before.
-    """
-    return 2 ** sum(before < after for before, after in pairwise(channels))
-
-
 def check_units(name: str, units: tuple[int, ...], min_stages: int) -> None:
     """Raise UserError for wrong units of the stages of a ResNet."""
     if not min_stages <= len(units) <= _MAX_STAGES or not all(1 <= unit <= _MAX_UNITS for unit in units):
         raise UserError(
             f"model: {name} = {quoted(units)} must have {min_stages} to {_MAX_STAGES} stages, each of 1 to {_MAX_UNITS}"
             " units."
-        )
-
-
-def check_small_stem(channels: tuple[int, ...], stem: tuple[int, ...] | None) -> None:
-    """Raise UserError for wrong channels of a small stem, or for a model with a ResNet stem, whose units `stem` has,
-    too.
-    """
-    if stem is not None:
-        raise UserError(
-            "model: small_stem and the ResNet of the model's name are two stems. Use a name such as ViT-Ti/1."
-        )
-    grows = all(a <= b for a, b in pairwise(channels))
-    if not 1 <= len(channels) <= _MAX_UNITS or not grows or any(c % 16 or not 16 <= c <= 2**12 for c in channels):
-        raise UserError(
-            f"model: small_stem = {quoted(list(channels))} must be 1 to {_MAX_UNITS} multiples of 16 up to 4,096, none "
-            "below the one before, such as [32,64,128]."
         )
 
 
@@ -196,7 +173,17 @@ class ViTConfig(Fields):
         super().__post_init__()
         check_units("stem", self.stem or (), 0)
         if self.small_stem is not None:
-            check_small_stem(self.small_stem, self.stem)
+            if self.stem is not None:
+                raise UserError(
+                    "model: small_stem and the ResNet of the model's name are two stems. Use a name such as ViT-Ti/1."
+                )
+            channels = self.small_stem
+            is_odd = any(c % 16 or not 16 <= c <= 2**12 for c in channels) or list(channels) != sorted(channels)
+            if is_odd or not 1 <= len(channels) <= _MAX_UNITS:
+                raise UserError(
+                    f"model: small_stem = {quoted(list(channels))} must be 1 to {_MAX_UNITS} multiples of 16 up to "
+                    "4,096, none below the one before, such as [32,64,128]."
+                )
         if not self.num_heads or self.width % self.num_heads:
             raise UserError(f"model: width = {self.width} is not divisible by num_heads = {self.num_heads}.")
         parts = {"learned2d": 2, "sincos2d": 4, "sincos2d_mae": 4}.get(self.positions, 1)
@@ -281,8 +268,10 @@ class ViTConfig(Fields):
 
     @property
     def reduction(self) -> int:
-        """Side of a cell in pixels: 1 without a stem, else the factor by which the stem downsamples."""
-        return small_stem_reduction(self.small_stem) if self.small_stem is not None else stem_reduction(self.stem)
+        """Side of a cell in pixels: 1 without a stem, else the factor by which the stem downsamples: one for small
+        images by 2 for each unit that has more channels than the one before.
+        """
+        return stem_reduction(self.stem) * 2 ** sum(before < after for before, after in pairwise(self.small_stem or ()))
 
     @property
     def has_stem(self) -> bool:

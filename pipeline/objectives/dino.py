@@ -42,7 +42,7 @@ from pipeline.objectives.objective import (
     mean_of_valid,
     read_backbone,
 )
-from pipeline.objectives.parts.across_ranks import gathered, largest, rank, summed
+from pipeline.objectives.parts.across_ranks import gathered, largest, own_rows, summed
 from pipeline.objectives.parts.gram import GramAnchored, GramSettings
 from pipeline.settings.quantities import Length, Share, ShareBelow1
 from pipeline.settings.run import RunConfig
@@ -335,7 +335,7 @@ def koleo(features: Tensor, counted: Tensor | None = None) -> Tensor:
     every, of_every = gathered(own), gathered(counted.float()) > 0
     column = torch.arange(len(every), device=own.device)
     with torch.no_grad():
-        itself = column == rank() * len(own) + torch.arange(len(own), device=own.device)[:, None]
+        itself = column == own_rows(own)[:, None]
         closeness, nearest = (own @ every.T).masked_fill(itself | ~of_every, -torch.inf).max(1)
         # A product, because the gradient of indexing adds in any order on a GPU.
         chosen = (nearest[:, None] == column).float()

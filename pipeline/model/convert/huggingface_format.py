@@ -192,10 +192,13 @@ def _family(config: ViTConfig) -> tuple[str, str, Plain]:
     plain = {"qkv_bias": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     if config.layer_scale is None and not config.swiglu and not config.registers and config.pool != "both":
         return "huggingface", "ijepa" if config.pool == "gap" else "vit", plain
-    widths = {ratio: config.width * ratio for ratio in range(1, 257)}
-    if config.swiglu:  # two thirds of an MLP's width, up to a multiple of 8
-        widths = {ratio: (int(width * 2 / 3) + 7) // 8 * 8 for ratio, width in widths.items()}
-    ratio = next((ratio for ratio, width in widths.items() if width == config.mlp_width), None)
+
+    def mlp_width(ratio: int) -> int:
+        width = config.width * ratio
+        # Of a gated one two thirds, up to a multiple of 8.
+        return (int(width * 2 / 3) + 7) // 8 * 8 if config.swiglu else width
+
+    ratio = next((ratio for ratio in range(1, 257) if mlp_width(ratio) == config.mlp_width), None)
     if ratio is None:
         raise UserError(
             f"Hugging Face's DINOv2 of width {config.width} cannot hold an MLP of width {config.mlp_width}."

@@ -216,14 +216,22 @@ def read_vit(
 
 def with_images(config: Config, state: State, images: Preprocessing | None, extra: Plain, notes: list[str]) -> Weights:
     """The weights, whose model reads 8-bit RGB in [-1, 1]: another mean and deviation are folded into the patch
-    embedding.
+    embedding. Other images are read by them.
 
-    images: None if no file tells how they are normalised. Raises UserError for a ResNet, whose zero padding prevents
-    the folding.
+    images: None if no file tells how they are normalised. Raises UserError for a mean of another number of channels,
+    and for a ResNet, whose zero padding prevents the folding.
     """
-    pixels, images = preprocessing.read_by(config.pixels, images)
-    config, is_rgb = replace(config, pixels=pixels), pixels == RGB8
-    if is_rgb and images is None and isinstance(config, ViTConfig):
+    pixels, is_rgb = config.pixels, config.pixels == RGB8
+    if images is not None:
+        # A file may have one number for all channels.
+        count = pixels.num_channels
+        mean, std = (found[:1] * count if len({*found}) == 1 else found for found in (images.mean, images.std))
+        if {len(mean), len(std)} != {count}:
+            raise UserError(f"image mean {images.mean} and deviation {images.std} are not those of {count} channels.")
+        images = images._replace(mean=mean, std=std)
+        if not is_rgb:
+            config = replace(config, pixels=replace(pixels, mean=mean, std=std))
+    elif is_rgb and isinstance(config, ViTConfig):
         images, config = _assumed(config, state, notes)
     images = images or Preprocessing({})
     if is_rgb and (images.mean, images.std) != (preprocessing.HALF, preprocessing.HALF):

@@ -62,9 +62,10 @@ def gathered(tensor: Tensor) -> Tensor:
     return _Gather.apply(tensor) if _several_ranks() else tensor
 
 
-def rank() -> int:
-    """The number of this rank: its rows in what `gathered` returns begin at rank() * B."""
-    return distributed.get_rank() if distributed.is_initialized() else 0
+def own_rows(tensor: Tensor) -> Tensor:
+    """(B, ...) of this rank -> int64 (B,): the numbers of its rows in what `gathered` returns."""
+    rank = distributed.get_rank() if distributed.is_initialized() else 0
+    return rank * len(tensor) + torch.arange(len(tensor), device=tensor.device)
 
 
 def _several_ranks() -> bool:
