@@ -152,7 +152,7 @@ class ViTConfig(Fields):
     stem: tuple[int, ...] | None = None  # of a hybrid: units of each stage of its ResNet; () is the root alone
     axial: bool = False  # each block attends along rows, then along columns (ViT paper, D.6)
     layer_norm_eps: float = 1e-6  # Flax's default, and so the official code's; Hugging Face's ViT has 1e-12, torch 1e-5
-    masked: Masked | None = None  # masked patch prediction (masked.py): what is predicted of a patch
+    masked: Masked | None = None  # masked patch prediction (MaskedViT): what is predicted of a patch
     registers: int = 0  # Darcet et al., arXiv 2309.16588
     kernel: Kernel = "zoom"  # resamples the positions to another image size, as the project of the weights does
     # Parts of later ViTs (pipeline/model/parts.py, rope.py).

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.architecture.config import ResNetConfig
-from pipeline.model.image_model import ImageModel
-from pipeline.model.layers import Dense, check_images, initialize_head, lecun_normal, run_block
+from pipeline.model.layers import Dense, ImageModel, check_images, initialize_head, lecun_normal, run_block
 
 GROUPS = 32
 STEM_WIDTH = 64  # channels of the root of a hybrid's stem
@@ -74,9 +73,7 @@ class ResNet(ImageModel):
     config: ResNetConfig
 
     def __init__(self, config: ResNetConfig, seed: int = 0):
-        super().__init__()
-        self.config = config
-        self.activation_checkpointing = False
+        super().__init__(config)
         self.root = StdConv(config.pixels.num_channels, config.width, 7, stride=2)
         self.units = nn.ModuleList(PreActivationUnit(*shape) for shape in unit_shapes(config.units, config.width))
         self.norm = nn.GroupNorm(GROUPS, config.num_features, eps=1e-5)

@@ -16,8 +16,8 @@ Shape letters
     M  MLP width   K  classes
 
 Where the paper gives no detail, this follows its authors' code (google-research/vision_transformer,
-vit_jax/models_vit.py). The paper's variants have files of their own: other position embeddings (`position.py`), hybrids
-with a ResNet in front (`resnet.py`), masked patch prediction (`masked.py`); so have the parts of later ViTs:
+vit_jax/models_vit.py). Of the paper's variants, other position embeddings (`position.py`) and hybrids with
+a ResNet in front (`resnet.py`) have files of their own; so have the parts of later ViTs:
 LayerScale, layers without biases (`parts.py`), and RoPE (`rope.py`).
 """
 
@@ -30,9 +30,9 @@ from torch import Tensor, nn
 
 from pipeline.architecture.config import Size, ViTConfig
 from pipeline.model import position, rope
-from pipeline.model.image_model import ImageModel
 from pipeline.model.layers import (
     Dense,
+    ImageModel,
     attention,
     check_images,
     initialize_head,
@@ -267,10 +267,7 @@ class VisionTransformer(ImageModel):
     config: ViTConfig
 
     def __init__(self, config: ViTConfig, seed: int = 0):
-        super().__init__()
-        self.config = config
-        self.activation_checkpointing = False
-
+        super().__init__(config)
         inputs = config.pixels.num_channels
         self.stem = None if config.stem is None else hybrid_stem(config.stem, inputs)
         if config.small_stem is not None:
@@ -434,3 +431,38 @@ class VisionTransformer(ImageModel):
         if self.representation is not None:
             lecun_normal(self.representation.weight, generator)
         initialize_head(self.head, self.config.head_bias)
+
+
+class MaskedViT(VisionTransformer):
+    """Masked patch prediction (ViT paper, B.1.2): a ViT that predicts the corrupted half of an image's patches.
+
+    It has a mask token and a head that reads the tokens of the corrupted patches; both are initialised to zero.
+    `pipeline/objectives/masked_patches.py` draws which patches are corrupted, and makes the targets. `load` drops the
+    mask token and this head: what remains is a plain ViT.
+    """
+
+    def __init__(self, config: ViTConfig, seed: int = 0):
+        super().__init__(config, seed)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, config.width))
+        self.head = Dense(config.width, config.patch_outputs)
+        initialize_head(self.head, config.head_bias)
+
+    def forward(  # type: ignore[override]
+        self, images: Tensor, sources: Tensor | None = None, corrupted: Tensor | None = None
+    ) -> Tensor:
+        """Predictions (B, corrupted patches, `patch_outputs`) from images (B, 3, height, width) in [-1, 1].
+
+        Without `sources` and `corrupted`: the features (B, D) of the whole images, which its head does not read.
+
+        sources: int64 (B, patches), the patch whose embedding each patch gets: its own index, another patch's, or the
+        number
+            of patches for the mask token.
+        corrupted: int64 (B, corrupted patches), indices of the patches to predict.
+        """
+        if sources is None or corrupted is None:
+            return self.features(images)
+        patches = self.embed(images)
+        B, N, _ = patches.shape
+        choices = torch.cat([patches, self.mask_token.expand(B, -1, -1)], dim=1)
+        tokens = self.encode(take_tokens(choices, sources))
+        return self.head(take_tokens(tokens, tokens.shape[1] - N + corrupted))

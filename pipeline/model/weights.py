@@ -107,8 +107,16 @@ def read_weights(path: StrPath, say: Say = lambda line: None) -> Weights:
     """
     path = files.find_file(Path(path))
     weights = _read(path)
+    num_outputs = weights.config.num_classes
     with files.naming(path):
-        found = _check_extra(weights.extra, weights.config)
+        found = json_record.convert(weights.extra, _Extra, "extra")
+        # Without a head, class names may remain from the head that was removed.
+        for name, given in (("class names", found.classes), ("targets", found.targets)):
+            if given is not None and num_outputs and len(given) != num_outputs:
+                raise UserError(
+                    f"its {name} do not fit its head: {counted(len(given), 'name')}, {counted(num_outputs, 'output')}."
+                    " Correct the names where the file was written."
+                )
     for note in weights.notes:
         say(note)
     extra = {name: value for name, value in _known(weights.extra).items() if name != DECODER}
@@ -127,16 +135,16 @@ def _read(path: Path) -> Weights:
     if path.suffix == ".npz":
         return read_npz(path)
     content: Any
+    metadata: dict[str, str] = {}
     if path.name.endswith(files.INDEX):
         content = files.open_shards(path)
     elif files.is_safetensors(path):
         content, metadata = files.open_safetensors(path)
-        if METADATA in metadata:
-            with files.naming(path):
-                return _read_ours(metadata[METADATA], content)
     else:
         content = files.open_torch(path)
     with files.naming(path):
+        if METADATA in metadata:
+            return _read_ours(metadata[METADATA], content)
         state_dict = files.state_dict_in(content)
         if state_dict is None:
             raise UserError(f"holds no state dict. {ADVICE}")
@@ -174,19 +182,6 @@ def _known(fields: Plain) -> Plain:
     """Returns the fields, and the fields of inner dicts, that are not None: JSON of other writers has null."""
     known = {name: value for name, value in fields.items() if value is not None}
     return {name: _known(value) if isinstance(value, dict) else value for name, value in known.items()}
-
-
-def _check_extra(extra: Plain, config: Config) -> _Extra:
-    """Returns the fields that commands read. Raises UserError for fields that they could not use."""
-    found = json_record.convert(extra, _Extra, "extra")
-    # Without a head, class names may remain from the head that was removed.
-    for name, given in (("class names", found.classes), ("targets", found.targets)):
-        if given is not None and config.num_classes and len(given) != config.num_classes:
-            raise UserError(
-                f"its {name} do not fit its head: {counted(len(given), 'name')},"
-                f" {counted(config.num_classes, 'output')}. Correct the names where the file was written."
-            )
-    return found
 
 
 def load(

@@ -22,6 +22,7 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading.loader import Batch, images_to_device, normalise
 from pipeline.data.loading.mix import Mixing
 from pipeline.model import MaskedViT, Model
+from pipeline.model.layers import patches_of
 from pipeline.objectives.objective import Facts, Images, Inputs, Metrics, Objective
 from pipeline.settings.run import RunConfig
 
@@ -115,8 +116,7 @@ class MaskedPatches(Objective):
         else:
             planes = images.permute(0, 3, 1, 2)
         P = self.config.patch_pixels
-        patches = planes.unfold(2, P, P).unfold(3, P, P)  # (B, K, rows, columns, P, P)
-        patches = patches.flatten(2, 3).transpose(1, 2)  # (B, N, K, P, P)
+        patches = patches_of(planes, P).unflatten(2, (P, P, -1)).movedim(4, 2)  # (B, N, K, P, P)
         patches = patches[torch.arange(len(images), device=images.device)[:, None], corrupted]
         if self.predicts_pixels:
             return patches.flatten(2)
