@@ -25,9 +25,8 @@ from pipeline.data.loading.loader import to_device
 from pipeline.data.loading.views import Views
 from pipeline.model import Model
 from pipeline.objectives.objective import Facts, Images, Metrics, embedding_std, mean_of_valid, read_backbone
-from pipeline.objectives.parts.across_ranks import summed, total
+from pipeline.objectives.parts.across_ranks import Projector, summed, total
 from pipeline.objectives.parts.gram import GramAnchored, GramSettings
-from pipeline.objectives.parts.step_norm import Projector
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 

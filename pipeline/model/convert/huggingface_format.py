@@ -109,10 +109,11 @@ def _class_names(labels: dict[str, str]) -> list[str] | None:
     """The names in order; None if they are Hugging Face's placeholders. Raises UserError for a key that is not a class
     number.
     """
-    if labels.keys() != (numbers := {str(i): None for i in range(len(labels))}).keys():
+    numbers = [str(i) for i in range(len(labels))]
+    if {*labels} != {*numbers}:
         raise UserError(f"config.json: the keys of id2label must be the numbers 0 to {len(labels) - 1}.")
     names = [labels[number] for number in numbers]
-    return None if not names or names == [f"LABEL_{i}" for i in range(len(names))] else names
+    return None if names == [f"LABEL_{number}" for number in numbers] else names
 
 
 def to_huggingface(

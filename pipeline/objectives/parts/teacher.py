@@ -1,4 +1,4 @@
-"""Published weights as a teacher: a frozen part of the module, for distill.py, distill_classes.py and gram.py.
+"""Published weights as a teacher: a frozen part of the module, for distill.py and gram.py.
 
 ZeRO divides it among the ranks at stage 3. No checkpoint holds it: a start reads its file, and a run is continued with
 the same weights only.
@@ -67,8 +67,6 @@ class HasFrozenTeacher(Objective):
 
 class TaughtObjective(HasFrozenTeacher):
     """An objective that learns from the weights of `objective.teacher`."""
-
-    Settings = TeacherSettings
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
