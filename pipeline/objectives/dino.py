@@ -41,7 +41,7 @@ from pipeline.objectives.objective import (
     read_backbone,
 )
 from pipeline.objectives.parts.across_ranks import gathered, largest, own_rows, summed
-from pipeline.objectives.parts.gram import GramAnchored, GramSettings
+from pipeline.objectives.parts.crops import GramAnchored, ViewSettings
 from pipeline.settings.quantities import Length, Share, ShareBelow1
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
@@ -57,7 +57,7 @@ _OfViews = Annotated[list[Share], Len(3, 3)]
 _TINY, _LOWEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).min
 
 
-class DinoSettings(GramSettings):
+class DinoSettings(ViewSettings):
     prototypes: int = setting(65_536, min=2, max=2**20)
     """Number of outputs K of the head."""
     hidden: int = setting(2048, min=1, max=2**16)

@@ -266,8 +266,15 @@ def check_encodes_kept(vit: Config, loss: str) -> ViTConfig:
     if isinstance(vit, ViTConfig):
         if not vit.has_stem:
             vit.check_covered()
-        fits = {"stem": None, "small_stem": None, "axial": False, "positions_at": "stem", "representation": False}
-        odd = [name for name, value in (fits | {"pool_norm": False}).items() if getattr(vit, name) != value]
+        fits = {
+            "stem": None,
+            "small_stem": None,
+            "axial": False,
+            "positions_at": "stem",
+            "representation": False,
+            "pool_norm": False,
+        }
+        odd = [name for name, value in fits.items() if getattr(vit, name) != value]
         odd += ["positions"] * (vit.positions == "relative") + ["pool"] * vit.pools_by_attention
         if not odd:
             return vit

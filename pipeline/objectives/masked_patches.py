@@ -28,8 +28,6 @@ from pipeline.settings.run import RunConfig
 
 _COLORS = 512  # 3 bits per channel
 _MASK_TOKEN, _OTHER_PATCH = 0.8, 0.1
-# train.loss -> what is predicted of a patch: the field `masked` of the model.
-_PREDICTED = {"masked_mean_color": "mean_color", "masked_small_patch": "small_patch", "masked_pixels": "pixels"}
 
 
 class MaskedPatches(Objective):
@@ -41,7 +39,7 @@ class MaskedPatches(Objective):
 
     @classmethod
     def metrics(cls, config: RunConfig) -> Metrics:
-        colors = {"color_accuracy": Metric("share", "higher")} if _PREDICTED[config.train.loss] != "pixels" else {}
+        colors = {"color_accuracy": Metric("share", "higher")} if config.train.loss != "masked_pixels" else {}
         return super().metrics(config) | colors
 
     @classmethod
@@ -56,7 +54,7 @@ class MaskedPatches(Objective):
 
     @classmethod
     def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:
-        return {"num_classes": 0, "masked": _PREDICTED[config.train.loss]}
+        return {"num_classes": 0, "masked": config.train.loss.removeprefix("masked_")}
 
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:

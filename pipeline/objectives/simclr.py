@@ -19,7 +19,7 @@ from pipeline.data.loading.views import Views
 from pipeline.model import Model
 from pipeline.objectives.objective import Facts, Images, Metrics, embedding_std, mean_among_valid, mean_of_valid
 from pipeline.objectives.parts.across_ranks import Projector, StepNorm, gathered, own_rows
-from pipeline.objectives.parts.local_views import ComparesCrops
+from pipeline.objectives.parts.crops import ComparesCrops
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import Settings, setting
 

@@ -6,7 +6,7 @@ import math
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -212,20 +212,23 @@ def check_values(key: str, tensor: Tensor) -> None:
 def as_plain(
     model: VisionTransformer | ResNet,
     target: str,
-    pools: tuple[Pool, ...],
+    pools: Sequence[Pool],
     representation: bool = False,
     holds: frozenset[str] = frozenset(),
+    cannot: Mapping[str, bool] = MappingProxyType({}),
 ) -> tuple[ViTConfig, State]:
     """(configuration, state dict) with one learned table of positions, which computes the same function.
 
     2-D and sine-cosine positions become such a table, and no positions become zeros unless RoPE takes their place, both
     bit for bit. target: name of the format, for errors. pools, representation, holds: what the format can hold, the
-    last as fields of ViTConfig. Raises UserError for a model that it cannot hold.
+    last as fields of ViTConfig. cannot: what else it cannot, and whether the model has it. Raises UserError for a model
+    that it cannot hold.
     """
     if isinstance(model, ResNet):
         raise UserError(f"{target} cannot hold a ResNet; format = safetensors can.")
     config, state = model.config, dict(model.state_dict())
     unsupported = {
+        **cannot,
         "axial attention": config.axial,
         "relative positions": config.positions == "relative",
         "positions that are added before every block": config.positions_at != "stem",

@@ -1,4 +1,4 @@
-"""Published weights as a teacher: a frozen part of the module, for distill.py and gram.py.
+"""Published weights as a teacher: a frozen part of the module, for distill.py and crops.py.
 
 ZeRO divides it among the ranks at stage 3. No checkpoint holds it: a start reads its file, and a run is continued with
 the same weights only.
