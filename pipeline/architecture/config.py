@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from pipeline.architecture.pixels import RGB8, Pixels, as_plain
+from pipeline.architecture.pixels import RGB8, Pixels, as_lists
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.words import counted
@@ -65,7 +65,7 @@ class Fields:
         values = {name: vars(self)[name] for name in _FIRST_SAVED if name in vars(self)} | self.added()
         if "pixels" in values:
             values["pixels"] = self.pixels.to_dict()
-        return as_plain(values)
+        return as_lists(values)
 
 
 _MAX_STAGES, _MAX_UNITS = 8, 1024
@@ -155,7 +155,7 @@ class ViTConfig(Fields):
     masked: Masked | None = None  # masked patch prediction (MaskedViT): what is predicted of a patch
     registers: int = 0  # Darcet et al., arXiv 2309.16588
     kernel: Kernel = "zoom"  # resamples the positions to another image size, as the project of the weights does
-    # Parts of later ViTs (pipeline/model/parts.py, rope.py).
+    # Parts of later ViTs (pipeline/model/layers.py, rope.py).
     layer_scale: float | None = None
     swiglu: bool = False
     rope_base: float | None = None

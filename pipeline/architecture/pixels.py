@@ -204,7 +204,7 @@ class Pixels:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON and weights files."""
-        return as_plain(vars(self))
+        return as_lists(vars(self))
 
     @classmethod
     def of_all(cls, sets: Sequence["Pixels"]) -> "Pixels":
@@ -251,7 +251,7 @@ class Pixels:
     __str__ = describe
 
 
-def as_plain(values: dict[str, Any]) -> dict[str, Any]:
+def as_lists(values: dict[str, Any]) -> dict[str, Any]:
     """Fields of a configuration, tuples as lists."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 

@@ -18,7 +18,7 @@ Shape letters
 Where the paper gives no detail, this follows its authors' code (google-research/vision_transformer,
 vit_jax/models_vit.py). Of the paper's variants, other position embeddings (`position.py`) and hybrids with
 a ResNet in front (`resnet.py`) have files of their own; so have the parts of later ViTs:
-LayerScale, layers without biases (`parts.py`), and RoPE (`rope.py`).
+LayerScale, layers without biases (`layers.py`), and RoPE (`rope.py`).
 """
 
 from dataclasses import replace
@@ -35,14 +35,16 @@ from pipeline.model.layers import (
     ImageModel,
     attention,
     check_images,
+    gelu,
     initialize_head,
     layer_norm,
     lecun_normal,
+    new_output,
+    new_query_key_value,
     patches_of,
     run_block,
     take_tokens,
 )
-from pipeline.model.parts import gelu, new_output, new_query_key_value
 from pipeline.model.resnet import hybrid_stem, small_stem
 from pipeline.model.rope import Rotation
 

@@ -31,7 +31,17 @@ from pipeline.data.loading.loader import Batch, images_to_device, normalise, to_
 from pipeline.data.loading.mix import Mixing, mix_images
 from pipeline.data.loading.views import Views
 from pipeline.data.mixture.run_data import RunData
-from pipeline.model import Config, DecoderFacts, Model, ViTConfig, configure, training_flops_per_image
+from pipeline.model import (
+    Config,
+    DecoderFacts,
+    Model,
+    ViTConfig,
+    adapted,
+    build,
+    configure,
+    load,
+    training_flops_per_image,
+)
 from pipeline.model.layers import kernel_names
 from pipeline.model.weights import ADDITION, first_layer
 from pipeline.objectives import on_meta
@@ -43,9 +53,9 @@ from pipeline.objectives.parameters.trained import (
     new_factors,
     num_frozen_blocks,
 )
+from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize, Length
 from pipeline.settings.run import RunConfig
-from pipeline.settings.schema import Settings, build
 
 BACKBONE, TEACHER = "backbone.", "teacher."
 # Published weights that an objective learns from. In no checkpoint, because they are in a file of their own
@@ -60,7 +70,7 @@ Facts = dict[str, Tensor]
 Metrics = dict[str, Metric]
 
 
-class NoSettings(Settings):
+class NoSettings(schema.Settings):
     """The settings of an objective that has none of its own."""
 
 
@@ -112,7 +122,7 @@ class Objective(nn.Module):
     @classmethod
     def settings(cls, config: RunConfig) -> Any:
         """Returns the section `objective` as `Settings`. Raises UserError."""
-        return build(cls.Settings, config.objective, f"train.loss = {config.train.loss}", "objective")
+        return schema.build(cls.Settings, config.objective, f"train.loss = {config.train.loss}", "objective")
 
     @classmethod
     def lengths_of(cls, config: RunConfig) -> dict[str, Fraction]:
@@ -180,7 +190,7 @@ class Objective(nn.Module):
 
     @classmethod
     def published(cls, config: RunConfig) -> PublishedTeacher | None:
-        """Published weights that it learns from; None for none. Raises UserError.
+        """Published weights that it learns from, as `teacher_adaptation` changes them; None for none. Raises UserError.
 
         They are the submodule `frozen_teacher`, which is in no checkpoint: a run is continued with the same weights
         only.
@@ -188,9 +198,31 @@ class Objective(nn.Module):
         return None
 
     @classmethod
+    def teacher_adaptation(cls, config: RunConfig, model: Config) -> dict[str, Any]:
+        """How these weights are changed, as arguments of `pipeline.model.load`. model: the backbone's. Raises
+        UserError.
+        """
+        raise NotImplementedError
+
+    @classmethod
     def teacher_config(cls, config: RunConfig, model: Config) -> Config | None:
         """The model of these weights, for the images that it reads; None for none. model: the backbone's."""
-        return None
+        published = cls.published(config)
+        if published is None:
+            return None
+        return adapted(published.config, published.named, **cls.teacher_adaptation(config, model))
+
+    @classmethod
+    def read_teacher(cls, config: RunConfig, model: Config) -> Model:
+        """The frozen teacher; on the meta device without its weights. model: the backbone's."""
+        published, of_teacher = cls.published(config), cls.teacher_config(config, model)
+        assert published is not None
+        assert of_teacher is not None
+        if torch.get_default_device().type == "meta":
+            teacher = build(of_teacher)
+        else:
+            teacher = load(published.file, seed=config.seed, **cls.teacher_adaptation(config, model))
+        return teacher.requires_grad_(False).eval()
 
     @classmethod
     def metrics(cls, config: RunConfig) -> Metrics:

@@ -17,7 +17,7 @@ from pipeline.model.convert.layouts import (
     write_model,
 )
 from pipeline.model.convert.preprocessing import Json, Plain
-from pipeline.model.convert.reading import gelu_of, join, pair, read_vit, rename, sizes_of
+from pipeline.model.convert.reading import HIDDEN_ACTS, gelu_of, join, pair, read_vit, rename
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
 
@@ -148,7 +148,15 @@ def to_huggingface(
     }
     found = {
         "architectures": [cls.replace("Model", "ForImageClassification") if has_head else cls],
-        **sizes_of(config),
+        "hidden_size": config.width,
+        "num_hidden_layers": config.depth,
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": config.mlp_width,
+        "hidden_act": HIDDEN_ACTS[config.gelu],
+        "layer_norm_eps": config.layer_norm_eps,
+        "image_size": config.image_size[0],
+        "patch_size": config.patch_size,
+        "num_channels": 3,
         "model_type": model_type,
         **own,
     }

@@ -23,9 +23,6 @@ from pipeline.model.convert.layouts import NAMES, State, Weights, read_model
 from pipeline.model.convert.reading import find_bit, find_config, is_bit
 from pipeline.model.files import StrPath, naming
 
-PREFIXES = ("params/img/", "params/", "opt/target/")
-TABLE = "Transformer/posembed_input/pos_embedding"
-
 
 def read_npz(path: StrPath) -> Weights:
     """Read official weights, with the configuration found in their tensors.
@@ -41,7 +38,7 @@ def read_npz(path: StrPath) -> Weights:
             bit, names = find_bit(tensors, (224, 224))
             return Weights(bit, read_model(tensors, bit, names), {}, notes)
         parts = {part for key in tensors for part in key.split("/")}
-        layout = "linen" if TABLE in tensors else "big_vision"
+        layout = "linen" if "Transformer/posembed_input/pos_embedding" in tensors else "big_vision"
         if parts & {"MultiHeadDotProductAttention_1", "LayerNorm_2", "MlpBlock_3"}:
             layout = "released"
         table = tensors.get("pos_embedding")
@@ -59,7 +56,7 @@ def read_npz(path: StrPath) -> Weights:
 def _with_known_names(tensors: State) -> tuple[State, list[str]]:
     """(the tensors under the keys of tables.toml, notes)."""
     notes = []
-    prefix = next((p for p in PREFIXES if f"{p}embedding/kernel" in tensors), "")
+    prefix = next((p for p in ("params/img/", "params/", "opt/target/") if f"{p}embedding/kernel" in tensors), "")
     if prefix:
         kept = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
         if others := len(tensors) - len(kept):

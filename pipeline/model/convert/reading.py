@@ -177,21 +177,6 @@ def _image_size(hint: Size | None, cell: int, layout: Layout, rows: int | None, 
     return side * cell, side * cell
 
 
-def sizes_of(config: ViTConfig) -> Plain:
-    """The fields of config.json that all families have, whose images are square."""
-    return {
-        "hidden_size": config.width,
-        "num_hidden_layers": config.depth,
-        "num_attention_heads": config.num_heads,
-        "intermediate_size": config.mlp_width,
-        "hidden_act": HIDDEN_ACTS[config.gelu],
-        "layer_norm_eps": config.layer_norm_eps,
-        "image_size": config.image_size[0],
-        "patch_size": config.patch_size,
-        "num_channels": 3,
-    }
-
-
 def read_vit(
     tensors: State,
     names: Names,

@@ -28,7 +28,7 @@ from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views, undistorted
 from pipeline.model import Config, Model, ViTConfig
 from pipeline.objectives.objective import Facts, Images, Inputs, Metrics, Objective, PublishedTeacher, mean_of_valid
-from pipeline.objectives.parts.teacher import HasFrozenTeacher, find_published
+from pipeline.objectives.parts.teacher import find_published
 from pipeline.settings.quantities import MAX_SIDE, ImageSize
 from pipeline.settings.run import AugmentConfig, RunConfig
 from pipeline.settings.schema import Settings, setting
@@ -82,7 +82,7 @@ class ComparesCrops(Objective):
         return same if std < _SAME else ""
 
 
-class GramAnchored(ComparesCrops, HasFrozenTeacher):
+class GramAnchored(ComparesCrops):
     """An objective that compares large and small crops and can be anchored. Its settings are `ViewSettings`, its
     `views` end with `anchored_views`, its `values` begin with those of this class, and its `loss` calls
     `anchor_patches` first and `with_gram` last.

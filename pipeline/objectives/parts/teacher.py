@@ -8,7 +8,6 @@ import hashlib
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from pipeline.architecture.pixels import PerChannel, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing
-from pipeline.model import Config, Model, adapted, build, load, read_weights
+from pipeline.model import Model, read_weights
 from pipeline.model.files import find_file
 from pipeline.objectives.objective import Facts, Images, Inputs, Objective, PublishedTeacher
 from pipeline.settings.quantities import PathText
@@ -33,39 +32,7 @@ class TeacherSettings(Settings):
     """
 
 
-class HasFrozenTeacher(Objective):
-    """An objective that may learn from published weights. A subclass says which (`published`) and what they become
-    (`teacher_adaptation`).
-    """
-
-    @classmethod
-    def teacher_adaptation(cls, config: RunConfig, model: Config) -> dict[str, Any]:
-        """How these weights are changed, as arguments of `pipeline.model.load`. model: the backbone's. Raises
-        UserError.
-        """
-        raise NotImplementedError
-
-    @classmethod
-    def teacher_config(cls, config: RunConfig, model: Config) -> Config | None:
-        published = cls.published(config)
-        if published is None:
-            return None
-        return adapted(published.config, published.named, **cls.teacher_adaptation(config, model))
-
-    @classmethod
-    def read_teacher(cls, config: RunConfig, model: Config) -> Model:
-        """The frozen teacher; on the meta device without its weights. model: the backbone's."""
-        published, of_teacher = cls.published(config), cls.teacher_config(config, model)
-        assert published is not None
-        assert of_teacher is not None
-        if torch.get_default_device().type == "meta":
-            teacher = build(of_teacher)
-        else:
-            teacher = load(published.file, seed=config.seed, **cls.teacher_adaptation(config, model))
-        return teacher.requires_grad_(False).eval()
-
-
-class TaughtObjective(HasFrozenTeacher):
+class TaughtObjective(Objective):
     """An objective that learns from the weights of `objective.teacher`."""
 
     @classmethod
