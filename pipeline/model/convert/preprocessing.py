@@ -114,12 +114,14 @@ def from_open_clip(cfg: Json) -> Preprocessing:
 def to_huggingface(view: Json, side: int) -> Plain:
     """The content of preprocessor_config.json. side: of the images, in pixels."""
     crop = {"height": side, "width": side}
-    kind, sizes = "ViTImageProcessor", {"size": crop}
+    kind = "ViTImageProcessor"
+    sizes: Plain = {"size": crop}
     if view.get("eval_crop", "center") != "resize":
         resize = eval_resize(view, (side, side))
         is_square = view.get("eval_crop") == "resize_center"
         size = {"height": resize, "width": resize} if is_square else {"shortest_edge": resize}
-        kind, sizes = "BitImageProcessor", {"size": size, "do_center_crop": True, "crop_size": crop}
+        kind = "BitImageProcessor"
+        sizes = {"size": size, "do_center_crop": True, "crop_size": crop}
     return {
         "image_processor_type": kind,
         **sizes,
