@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from pipeline.architecture.pixels import RGB8, Pixels
+from pipeline.architecture.pixels import RGB8, Pixels, as_lists
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
 from pipeline.base.words import counted
@@ -57,17 +57,15 @@ class Fields:
 
     def added(self) -> dict[str, Any]:
         """The fields that the first files did not have, where they are not at their defaults."""
-        later = vars(self).keys() - set(_FIRST_SAVED)
-        return {
-            name: value for name, value in vars(self).items() if name in later and value != getattr(type(self), name)
-        }
+        own = vars(self).items()
+        return {name: value for name, value in own if name not in _FIRST_SAVED and value != getattr(type(self), name)}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, YAML and weights files; tuples become lists."""
         values = {name: vars(self)[name] for name in _FIRST_SAVED if name in vars(self)} | self.added()
         if "pixels" in values:
             values["pixels"] = self.pixels.to_dict()
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        return as_lists(values)
 
 
 _MAX_STAGES, _MAX_UNITS = 8, 1024
@@ -106,35 +104,12 @@ def stem_reduction(stem: tuple[int, ...] | None) -> int:
     return 1 if stem is None else 4 * 2 ** max(len(stem) - 1, 0)
 
 
-def small_stem_reduction(channels: tuple[int, ...]) -> int:
-    """The factor by which a stem for small images downsamples: 2 for each unit that has more channels than the one
-    before.
-    """
-    return 2 ** sum(before < after for before, after in pairwise(channels))
-
-
 def check_units(name: str, units: tuple[int, ...], min_stages: int) -> None:
     """Raise UserError for wrong units of the stages of a ResNet."""
     if not min_stages <= len(units) <= _MAX_STAGES or not all(1 <= unit <= _MAX_UNITS for unit in units):
         raise UserError(
             f"model: {name} = {quoted(units)} must have {min_stages} to {_MAX_STAGES} stages, each of 1 to {_MAX_UNITS}"
             " units."
-        )
-
-
-def check_small_stem(channels: tuple[int, ...], stem: tuple[int, ...] | None) -> None:
-    """Raise UserError for wrong channels of a small stem, or for a model with a ResNet stem, whose units `stem` has,
-    too.
-    """
-    if stem is not None:
-        raise UserError(
-            "model: small_stem and the ResNet of the model's name are two stems. Use a name such as ViT-Ti/1."
-        )
-    grows = all(a <= b for a, b in pairwise(channels))
-    if not 1 <= len(channels) <= _MAX_UNITS or not grows or any(c % 16 or not 16 <= c <= 2**12 for c in channels):
-        raise UserError(
-            f"model: small_stem = {quoted(list(channels))} must be 1 to {_MAX_UNITS} multiples of 16 up to 4,096, none "
-            "below the one before, such as [32,64,128]."
         )
 
 
@@ -177,10 +152,10 @@ class ViTConfig(Fields):
     stem: tuple[int, ...] | None = None  # of a hybrid: units of each stage of its ResNet; () is the root alone
     axial: bool = False  # each block attends along rows, then along columns (ViT paper, D.6)
     layer_norm_eps: float = 1e-6  # Flax's default, and so the official code's; Hugging Face's ViT has 1e-12, torch 1e-5
-    masked: Masked | None = None  # masked patch prediction (masked.py): what is predicted of a patch
+    masked: Masked | None = None  # masked patch prediction (MaskedViT): what is predicted of a patch
     registers: int = 0  # Darcet et al., arXiv 2309.16588
     kernel: Kernel = "zoom"  # resamples the positions to another image size, as the project of the weights does
-    # Parts of later ViTs (pipeline/model/parts.py, rope.py).
+    # Parts of later ViTs (pipeline/model/layers.py, rope.py).
     layer_scale: float | None = None
     swiglu: bool = False
     rope_base: float | None = None
@@ -198,13 +173,46 @@ class ViTConfig(Fields):
         super().__post_init__()
         check_units("stem", self.stem or (), 0)
         if self.small_stem is not None:
-            check_small_stem(self.small_stem, self.stem)
-        if self.width % self.num_heads:
+            if self.stem is not None:
+                raise UserError(
+                    "model: small_stem and the ResNet of the model's name are two stems. Use a name such as ViT-Ti/1."
+                )
+            channels = self.small_stem
+            is_odd = any(c % 16 or not 16 <= c <= 2**12 for c in channels) or list(channels) != sorted(channels)
+            if is_odd or not 1 <= len(channels) <= _MAX_UNITS:
+                raise UserError(
+                    f"model: small_stem = {quoted(list(channels))} must be 1 to {_MAX_UNITS} multiples of 16 up to "
+                    "4,096, none below the one before, such as [32,64,128]."
+                )
+        if not self.num_heads or self.width % self.num_heads:
             raise UserError(f"model: width = {self.width} is not divisible by num_heads = {self.num_heads}.")
-        self._check_positions()
-        self._check_registers()
-        self._check_rope()
-        self._check_pool_norm()
+        parts = {"learned2d": 2, "sincos2d": 4, "sincos2d_mae": 4}.get(self.positions, 1)
+        if self.width % parts:
+            raise UserError(
+                f"model: positions = {self.positions} needs a width divisible by {parts}, not {self.width}."
+            )
+        if self.registers and (self.needs_grid or self.positions_at != "stem" or self.pool == "map" or self.masked):
+            raise UserError(
+                "model: registers have no position, and the head does not read them. Use them with a pool other than"
+                " map, positions at the stem that are not relative, and neither axial blocks nor masked patch"
+                " prediction."
+            )
+        if self.rope_base is not None and self.needs_grid:
+            raise UserError(
+                "model: rope_base rotates queries and keys by their place in the grid, which axial attention and"
+                " relative positions do in their way. Use it with another model and other positions, such as"
+                " positions=none."
+            )
+        if self.rope_base is not None and self.head_dim % 4:
+            raise UserError(
+                f"model: rope_base needs heads whose width is divisible by 4, not {self.width} / {self.num_heads} ="
+                f" {self.head_dim}."
+            )
+        if self.pool_norm and (self.pool not in ("mean", "gap") or self.masked):
+            raise UserError(
+                "model: pool_norm normalises the mean of the patches. Use it with pool=mean or pool=gap, and without"
+                " masked patch prediction."
+            )
         if self.axial and self.has_class_token:
             raise UserError("model: a class token has no row and no column to attend along. Use pool=gap or pool=map.")
         if self.masked or self.has_stem or min(self.image_size) < self.patch_size:
@@ -215,16 +223,12 @@ class ViTConfig(Fields):
                 f" pixels is {counted(self.num_tokens, 'token')}, more than {_MAX_TOKENS:,}. Use larger patches or a"
                 " smaller image."
             )
-        if self.masked:
-            self._check_masked()
-
-    def _check_masked(self) -> None:
-        if self.masked != "pixels" and not self.pixels.is_rgb8:
+        if self.masked not in (None, "pixels") and not self.pixels.is_rgb8:
             raise UserError(
                 f"model: masked = {self.masked} predicts colours of 8-bit RGB, and images have"
                 f" {self.pixels.describe()}. Use masked pixels (train.loss=masked_pixels)."
             )
-        if self.num_classes or self.representation or self.pools_by_attention or self.axial:
+        if self.masked and (self.num_classes or self.representation or self.pools_by_attention or self.axial):
             raise UserError(
                 "model: masked patch prediction reads patch tokens, so it has no classes, representation layer,"
                 " attention pooling or axial blocks. Use representation=false, and pool=token or pool=gap."
@@ -233,44 +237,6 @@ class ViTConfig(Fields):
             raise UserError(
                 f"model: masked = small_patch resizes each patch to 4 x 4, but its side is {self.patch_pixels} pixels."
                 " Use a patch side divisible by 4, or mean_color."
-            )
-
-    def _check_registers(self) -> None:
-        needs_positions = self.positions == "relative" or self.positions_at != "stem" or self.axial
-        if self.registers and (needs_positions or self.pool == "map" or self.masked):
-            raise UserError(
-                "model: registers have no position, and the head does not read them. Use them with a pool other than"
-                " map, positions at the stem that are not relative, and neither axial blocks nor masked patch"
-                " prediction."
-            )
-
-    def _check_rope(self) -> None:
-        if self.rope_base is None:
-            return
-        if self.axial or self.positions == "relative":
-            raise UserError(
-                "model: rope_base rotates queries and keys by their place in the grid, which axial attention and"
-                " relative positions do in their way. Use it with another model and other positions, such as"
-                " positions=none."
-            )
-        if self.head_dim % 4:
-            raise UserError(
-                f"model: rope_base needs heads whose width is divisible by 4, not {self.width} / {self.num_heads} ="
-                f" {self.head_dim}."
-            )
-
-    def _check_pool_norm(self) -> None:
-        if self.pool_norm and (self.pool not in ("mean", "gap") or self.masked):
-            raise UserError(
-                "model: pool_norm normalises the mean of the patches. Use it with pool=mean or pool=gap, and without"
-                " masked patch prediction."
-            )
-
-    def _check_positions(self) -> None:
-        parts = {"learned2d": 2, "sincos2d": 4, "sincos2d_mae": 4}.get(self.positions, 1)
-        if self.width % parts:
-            raise UserError(
-                f"model: positions = {self.positions} needs a width divisible by {parts}, not {self.width}."
             )
 
     def check_covered(self) -> None:
@@ -288,7 +254,7 @@ class ViTConfig(Fields):
         """Raise UserError if the model reads images of one size only, because its attention or positions depend on the
         grid.
         """
-        if self.axial or self.positions == "relative":
+        if self.needs_grid:
             why = "axial attention" if self.axial else "relative positions"
             raise UserError(
                 f"model: {why} of a {self.grid[0]} x {self.grid[1]} grid cannot be used with views of another size. Use"
@@ -296,9 +262,16 @@ class ViTConfig(Fields):
             )
 
     @property
+    def needs_grid(self) -> bool:
+        """Whether its attention depends on the grid of the patches."""
+        return self.axial or self.positions == "relative"
+
+    @property
     def reduction(self) -> int:
-        """Side of a cell in pixels: 1 without a stem, else the factor by which the stem downsamples."""
-        return small_stem_reduction(self.small_stem) if self.small_stem is not None else stem_reduction(self.stem)
+        """Side of a cell in pixels: 1 without a stem, else the factor by which the stem downsamples: one for small
+        images by 2 for each unit that has more channels than the one before.
+        """
+        return stem_reduction(self.stem) * 2 ** sum(before < after for before, after in pairwise(self.small_stem or ()))
 
     @property
     def has_stem(self) -> bool:

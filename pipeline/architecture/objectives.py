@@ -31,7 +31,7 @@ OBJECTIVES = {
     "masked_small_patch": ObjectiveFacts("masked_patches:MaskedPatches"),
     "masked_pixels": ObjectiveFacts("masked_patches:MaskedPatches"),
     "distill": ObjectiveFacts("distill:Distill"),
-    "distill_classes": ObjectiveFacts("distill_classes:DistillClasses", "scored"),
+    "distill_classes": ObjectiveFacts("distill:DistillClasses", "scored"),
     "pseudo_labels": ObjectiveFacts("pseudo_labels:PseudoLabels", "partly"),
 }
 # For messages: those that read no labels.

@@ -204,7 +204,7 @@ class Pixels:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON and weights files."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        return as_lists(vars(self))
 
     @classmethod
     def of_all(cls, sets: Sequence["Pixels"]) -> "Pixels":
@@ -249,6 +249,11 @@ class Pixels:
         return f"{counted(self.num_channels, 'channel')} {kind} ({', '.join(self.channels)})"
 
     __str__ = describe
+
+
+def as_lists(values: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a configuration, tuples as lists."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 RGB8 = Pixels()

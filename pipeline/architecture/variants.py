@@ -6,6 +6,7 @@ from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
 from pipeline.architecture.config import Config, ResNetConfig, Size, ViTConfig
+from pipeline.architecture.pixels import as_lists
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
@@ -63,8 +64,7 @@ def config_from_dict(values: dict[str, Any]) -> Config:
     known = [field.name for field in fields(cls)]
     if unknown := sorted(map(str, values.keys() - set(known))):
         raise UserError(f"model: unknown field {unknown[0][:200]!r}{_did_you_mean(unknown[0][:200], known)}")
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    return json_record.convert(plain, cls, "model")
+    return json_record.convert(as_lists(values), cls, "model")
 
 
 def configure(

@@ -16,15 +16,13 @@ from typing import Any
 
 from pipeline.architecture.config import Config, ResNetConfig, ViTConfig
 from pipeline.architecture.variants import ImageSize, config_from_dict, configure
-from pipeline.model.build import Model, build
+from pipeline.model.build import Model, build, forward_macs, num_parameters, training_flops_per_image
 from pipeline.model.convert.huggingface_format import to_huggingface
 from pipeline.model.convert.layouts import DecoderFacts, Weights
 from pipeline.model.convert.timm_format import to_timm
-from pipeline.model.flops import forward_macs, num_parameters, training_flops_per_image
-from pipeline.model.masked import MaskedViT
 from pipeline.model.position import resample_positions, resample_state, resizing_notes
 from pipeline.model.resnet import ResNet
-from pipeline.model.vit import VisionTransformer
+from pipeline.model.vit import MaskedViT, VisionTransformer
 from pipeline.model.weights import (
     adapted,
     checkpoint_note,

@@ -1,13 +1,55 @@
-"""Parts that the ViT and the ResNets share: the dense layer, initialisation, activation checkpointing, input checks."""
+"""Parts that the ViT and the ResNets share: their base, the dense layer, initialisation, activation checkpointing,
+input checks; and those that later ViTs have and the paper's does not, each in the place of a layer of `vit.py`:
 
-from typing import Any, cast
+    layer_scale  ScaledDense           the last layer of each residual branch (DINOv2, DINOv3, DeiT III)
+    qkv_bias     new_query_key_value   the layer of q, k and v (DINOv3: keys without a bias)
+"""
 
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.architecture.config import ViTConfig
+from pipeline.architecture.config import Config, ViTConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from PIL.Image import Image
+
+
+class ImageModel(nn.Module):
+    """What all models have beside their tensors: names of classes, and how an image becomes their input.
+
+    extra: what the weights say of images and classes, plain data: as of `save`; empty for a new model.
+    """
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.activation_checkpointing = False
+        self.extra: dict[str, Any] = {}
+
+    @property
+    def classes(self) -> list[str] | None:
+        """Class names in the order of the logits, readable ones where the weights have some; None if they name none."""
+        return self.extra.get("class_names") or self.extra.get("classes")
+
+    def preprocess(self, image: "str | Path | Image | np.ndarray") -> Tensor:
+        """float32 (C, height, width) on the CPU, the model's input: bit for bit as `launch/evaluate.py` reads images.
+
+        image: a file of any format that is read, a PIL image, or an array (H, W), (H, W, C) or (C, H, W) of the type
+        of the model's images, `uint8` for photographs. Raises UserError, a ValueError, for images that cannot be read.
+        """
+        # The only import of a room above: this one alone needs more than torch and numpy.
+        from pipeline.data.loading.single_image import model_input
+
+        return model_input(image, self.config, self.extra.get("preprocessing", {}))
 
 
 class Dense(nn.Linear):
@@ -21,6 +63,54 @@ class Dense(nn.Linear):
     def reset_parameters(self) -> None:
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+
+class ScaledDense(Dense):
+    """A dense layer whose outputs are multiplied by learned factors: LayerScale (Touvron et al., arXiv 2103.17239).
+
+    (..., D_in) -> (..., D_out)
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, initial: float):
+        super().__init__(inputs, outputs, bias)
+        self.scale = nn.Parameter(torch.full((outputs,), initial))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def new_output(config: ViTConfig, inputs: int, bias: bool) -> Dense:
+    """The last layer of a residual branch, inputs -> D."""
+    if config.layer_scale is None:
+        return Dense(inputs, config.width, bias)
+    return ScaledDense(inputs, config.width, bias, config.layer_scale)
+
+
+class QueryValueBias(Dense):
+    """D -> 3D, the layer of q, k and v with a bias (2D,) for q and v only."""
+
+    def __init__(self, width: int):
+        super().__init__(width, 3 * width, bias=False)
+        self.bias = nn.Parameter(torch.zeros(2 * width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, v = self.bias.chunk(2)
+        return F.linear(x, self.weight, torch.cat([q, torch.zeros_like(q), v]))
+
+
+def new_query_key_value(config: ViTConfig) -> Dense:
+    """The layer of q, k and v, D -> 3D. Rows: all of q, all of k, all of v."""
+    width, has_bias = config.width, config.qkv_bias == "qkv"
+    layer = QueryValueBias(width) if config.qkv_bias == "qv" else Dense(width, 3 * width, has_bias)
+    layer.num_kernels = 3
+    return layer
+
+
+def gelu(x: Tensor, kind: str) -> Tensor:
+    """GELU: exact ("erf"), its tanh approximation ("tanh"), or x sigmoid(1.702 x) ("quick", as in CLIP)."""
+    if kind == "quick":
+        return x * torch.sigmoid(1.702 * x)
+    return F.gelu(x, approximate="tanh" if kind == "tanh" else "none")
 
 
 def layer_norm(config: ViTConfig) -> nn.LayerNorm:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.architecture.config import Config, Kernel, ViTConfig
+from pipeline.architecture.config import Config, Kernel, Size, ViTConfig
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 
@@ -25,7 +25,6 @@ _KERNELS: dict[str, dict[str, Any]] = {  # arguments of F.interpolate
     "bicubic": {"mode": "bicubic"},
     "bicubic_antialias": {"mode": "bicubic", "antialias": True},
 }
-Grid = tuple[int, int]
 
 
 def new_table(config: ViTConfig) -> nn.Parameter | nn.Buffer | None:
@@ -38,7 +37,7 @@ def new_table(config: ViTConfig) -> nn.Parameter | nn.Buffer | None:
     return nn.Buffer(sincos2d(config), persistent=False) if config.positions in ("sincos2d", "sincos2d_mae") else None
 
 
-def per_token(table: Tensor, config: ViTConfig, grid: Grid | None = None) -> Tensor:
+def per_token(table: Tensor, config: ViTConfig, grid: Size | None = None) -> Tensor:
     """The table as (T, N, D), to be added to the tokens (without registers, which have no position).
 
     grid: (rows, columns) of the patches. On another grid than the configuration's, learned positions are resampled
@@ -55,7 +54,7 @@ def per_token(table: Tensor, config: ViTConfig, grid: Grid | None = None) -> Ten
     return F.pad(patches, (0, 0, int(config.has_class_token), 0))
 
 
-def sincos2d(config: ViTConfig, grid: Grid | None = None, device: torch.device | None = None) -> Tensor:
+def sincos2d(config: ViTConfig, grid: Size | None = None, device: torch.device | None = None) -> Tensor:
     """(1, N, D) float32: sin and cos of x, then of y, at D/4 frequencies from 1 down to 1/10,000; x counts columns, y
     rows.
 
@@ -114,7 +113,7 @@ def resample_state(state: Mapping[str, Tensor], old: ViTConfig, new: ViTConfig) 
     return state
 
 
-def _at_grid(table: Tensor, config: ViTConfig, grid: Grid) -> Tensor:
+def _at_grid(table: Tensor, config: ViTConfig, grid: Size) -> Tensor:
     """The table of a configuration for another grid, with a gradient: (T, ...) as the model stores it.
 
     A product with the kernel's weights, because the gradient of F.interpolate is not deterministic on a GPU, and a
@@ -158,7 +157,7 @@ def resizing_notes(old: Config, new: Config) -> list[str]:
     return notes
 
 
-def resample_positions(table: Tensor, grid: Grid, kernel: Kernel, old_grid: Grid) -> Tensor:
+def resample_positions(table: Tensor, grid: Size, kernel: Kernel, old_grid: Size) -> Tensor:
     """Resize learned positions to another patch grid (ViT paper, section 3.2).
 
     table: (T, 1 + h*w, D) or (T, h*w, D), floats; the row of the class token, if any, is kept as it is.

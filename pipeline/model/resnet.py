@@ -8,7 +8,7 @@ google-research/vision_transformer, vit_jax/models_resnet.py.
 Shape letters: B batch, C channels, K classes, h x w cells of a feature map, s stride.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import cast
 
@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.architecture.config import ResNetConfig
-from pipeline.model.image_model import ImageModel
-from pipeline.model.layers import Dense, check_images, initialize_head, lecun_normal, run_block
+from pipeline.model.layers import Dense, ImageModel, check_images, initialize_head, lecun_normal, run_block
 
 GROUPS = 32
 STEM_WIDTH = 64  # channels of the root of a hybrid's stem
+# Inputs, outputs, kernel size and stride of each convolution of a unit.
+Shapes = list[tuple[int, int, int, int]]
 
 
 class StdConv(nn.Conv2d):
@@ -72,9 +73,7 @@ class ResNet(ImageModel):
     config: ResNetConfig
 
     def __init__(self, config: ResNetConfig, seed: int = 0):
-        super().__init__()
-        self.config = config
-        self.activation_checkpointing = False
+        super().__init__(config)
         self.root = StdConv(config.pixels.num_channels, config.width, 7, stride=2)
         self.units = nn.ModuleList(PreActivationUnit(*shape) for shape in unit_shapes(config.units, config.width))
         self.norm = nn.GroupNorm(GROUPS, config.num_features, eps=1e-5)
@@ -139,24 +138,20 @@ class PostActivationUnit(nn.Module):
     """Convolutions, norm and ReLU after each. (B, C, h, w) -> (B, outputs, h/s, w/s).
 
     The hybrid's bottleneck has three, 1 x 1, 3 x 3 and 1 x 1; the unit of ResNet-18 (He et al., arXiv 1512.03385,
-    Figure 5 left), for small images, two of 3 x 3. conv: class of the convolutions. shapes: inputs, outputs, kernel
-    size and stride of each. groups: of each norm, by its number of channels.
+    Figure 5 left), for small images, two of 3 x 3. shapes: inputs, outputs, kernel size and stride of each.
     """
 
-    def __init__(self, conv: type[StdConv], shapes: list[tuple[int, int, int, int]], groups: Callable[[int], int]):
+    def __init__(self, shapes: Shapes, is_small: bool):
         super().__init__()
-
-        def norm(channels: int) -> nn.GroupNorm:
-            return nn.GroupNorm(groups(channels), channels, eps=1e-6)
-
+        conv = StdConv if is_small else SameStdConv
         self.num_convs = len(shapes)
         for i, shape in enumerate(shapes, start=1):
             self.add_module(f"conv{i}", conv(*shape))
-            self.add_module(f"norm{i}", norm(shape[1]))
+            self.add_module(f"norm{i}", _stem_norm(shape[1], is_small))
         inputs, outputs, stride = shapes[0][0], shapes[-1][1], max(shape[3] for shape in shapes)
         changes_shape = stride > 1 or inputs != outputs
         self.shortcut = conv(inputs, outputs, 1, stride) if changes_shape else None
-        self.shortcut_norm = norm(outputs) if changes_shape else None
+        self.shortcut_norm = _stem_norm(outputs, is_small) if changes_shape else None
 
     def forward(self, x: Tensor) -> Tensor:
         y = x
@@ -167,25 +162,26 @@ class PostActivationUnit(nn.Module):
         return F.relu(x + y)
 
 
-def bottleneck(inputs: int, mid: int, stride: int) -> PostActivationUnit:
-    """The hybrid's unit, which returns 4 * mid channels."""
-    shapes = [(inputs, mid, 1, 1), (mid, mid, 3, stride), (mid, 4 * mid, 1, 1)]
-    return PostActivationUnit(SameStdConv, shapes, lambda channels: GROUPS)
+def _stem_norm(channels: int, is_small: bool) -> nn.GroupNorm:
+    return nn.GroupNorm(channels // 16 if is_small else GROUPS, channels, eps=1e-6)
 
 
 class Stem(nn.Module):
-    """The ResNet whose output a hybrid ViT reads instead of pixels: (B, C, height, width) -> (B, channels, h, w)."""
+    """The ResNet whose output a hybrid ViT reads instead of pixels: (B, C, height, width) -> (B, channels, h, w).
 
-    def __init__(self, root: StdConv, units: list[PostActivationUnit], groups: int, num_channels: int, pools: bool):
+    width: channels of the root. units: the shapes of each.
+    """
+
+    def __init__(self, inputs: int, width: int, units: list[Shapes], is_small: bool):
         super().__init__()
-        self.num_channels, self.pools = num_channels, pools
-        self.root = root
-        self.norm = nn.GroupNorm(groups, root.out_channels, eps=1e-6)
-        self.units = nn.Sequential(*units)
+        self.num_channels, self.is_small = units[-1][-1][1] if units else width, is_small
+        self.root = StdConv(inputs, width, 3) if is_small else SameStdConv(inputs, width, 7, stride=2)
+        self.norm = _stem_norm(width, is_small)
+        self.units = nn.Sequential(*(PostActivationUnit(shapes, is_small) for shapes in units))
 
     def forward(self, images: Tensor) -> Tensor:
         x = F.relu(self.norm(self.root(images)))
-        if self.pools:  # zero padding: after ReLU nothing is below it
+        if not self.is_small:  # zero padding: after ReLU nothing is below it
             x = F.max_pool2d(_pad_same(x, 3, 2), kernel_size=3, stride=2)
         return self.units(x)
 
@@ -204,9 +200,11 @@ def hybrid_stem(units: tuple[int, ...], inputs: int) -> Stem:
     units: units of each stage. (3, 4, 6, 3) is ResNet-50, which downsamples 32 times; (3, 4, 9) moves the units of its
     last stage into the third and downsamples 16 times; () is the root alone, 4 times.
     """
-    bottlenecks = [bottleneck(*shape) for shape in unit_shapes(units, STEM_WIDTH)]
-    num_channels = 4 * STEM_WIDTH * 2 ** (len(units) - 1) if units else STEM_WIDTH
-    return Stem(SameStdConv(inputs, STEM_WIDTH, 7, stride=2), bottlenecks, GROUPS, num_channels, pools=True)
+    bottlenecks: list[Shapes] = [
+        [(read, mid, 1, 1), (mid, mid, 3, stride), (mid, 4 * mid, 1, 1)]
+        for read, mid, stride in unit_shapes(units, STEM_WIDTH)
+    ]
+    return Stem(inputs, STEM_WIDTH, bottlenecks, is_small=False)
 
 
 def small_stem(channels: tuple[int, ...], inputs: int) -> Stem:
@@ -215,13 +213,11 @@ def small_stem(channels: tuple[int, ...], inputs: int) -> Stem:
 
     As the ResNets for CIFAR-10 (arXiv 1512.03385, section 4.2), whose map is halved where the channels grow.
     """
-    units = [
-        PostActivationUnit(
-            StdConv, [(read, made, 3, 2 if made > read else 1), (made, made, 3, 1)], lambda channels: channels // 16
-        )
+    units: list[Shapes] = [
+        [(read, made, 3, 2 if made > read else 1), (made, made, 3, 1)]
         for read, made in pairwise((channels[0], *channels))
     ]
-    return Stem(StdConv(inputs, channels[0], 3), units, channels[0] // 16, channels[-1], pools=False)
+    return Stem(inputs, channels[0], units, is_small=True)
 
 
 def _initialize_kernels(model: nn.Module, generator: torch.Generator) -> None:

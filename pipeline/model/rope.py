@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.architecture.config import ViTConfig
+from pipeline.architecture.config import Size, ViTConfig
 
 Rotation = tuple[Tensor, Tensor]
 
 
-def rotation(config: ViTConfig, grid: tuple[int, int], device: torch.device | None = None) -> Rotation:
+def rotation(config: ViTConfig, grid: Size, device: torch.device | None = None) -> Rotation:
     """(cos, sin) of the angles, each (N, D/H) float32, with the angle 0 for tokens before the patches.
 
     grid: (rows, columns) of the patches.

@@ -16,9 +16,9 @@ Shape letters
     M  MLP width   K  classes
 
 Where the paper gives no detail, this follows its authors' code (google-research/vision_transformer,
-vit_jax/models_vit.py). The paper's variants have files of their own: other position embeddings (`position.py`), hybrids
-with a ResNet in front (`resnet.py`), masked patch prediction (`masked.py`); so have the parts of later ViTs:
-LayerScale, SwiGLU, layers without biases (`parts.py`), and RoPE (`rope.py`).
+vit_jax/models_vit.py). Of the paper's variants, other position embeddings (`position.py`) and hybrids with
+a ResNet in front (`resnet.py`) have files of their own; so have the parts of later ViTs:
+LayerScale, layers without biases (`layers.py`), and RoPE (`rope.py`).
 """
 
 from dataclasses import replace
@@ -30,19 +30,21 @@ from torch import Tensor, nn
 
 from pipeline.architecture.config import Size, ViTConfig
 from pipeline.model import position, rope
-from pipeline.model.image_model import ImageModel
 from pipeline.model.layers import (
     Dense,
+    ImageModel,
     attention,
     check_images,
+    gelu,
     initialize_head,
     layer_norm,
     lecun_normal,
+    new_output,
+    new_query_key_value,
     patches_of,
     run_block,
     take_tokens,
 )
-from pipeline.model.parts import SwiGlu, gelu, new_output, new_query_key_value
 from pipeline.model.resnet import hybrid_stem, small_stem
 from pipeline.model.rope import Rotation
 
@@ -141,11 +143,12 @@ class AxialAttention(SelfAttention):
 
 
 class Mlp(nn.Module):
-    """Two dense layers with a GELU between them, applied to each token: D -> M -> D."""
+    """Two dense layers with a GELU between them, applied to each token: D -> M -> D. num_kernels: of the first one."""
 
-    def __init__(self, config: ViTConfig):
+    def __init__(self, config: ViTConfig, num_kernels: int = 1):
         super().__init__()
-        self.up = Dense(config.width, config.mlp_width, config.mlp_bias)
+        self.up = Dense(config.width, num_kernels * config.mlp_width, config.mlp_bias)
+        self.up.num_kernels = num_kernels
         self.down = new_output(config, config.mlp_width, config.mlp_bias)  # a dense layer
         self.gelu = config.gelu
         self.dropout = nn.Dropout(config.dropout)
@@ -160,6 +163,25 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.dropout(gelu(self.up(x), self.gelu))
         return self.dropout(self.down(x))
+
+
+class SwiGlu(Mlp):
+    """A gated MLP (Shazeer, arXiv 2002.05202), applied to each token: (silu(x W_gate) * x W_value) W_down. D -> M -> D.
+
+    M is the width of the product. Two thirds of an MLP's width give as many parameters as that MLP has. DINOv2's g,
+    DINOv3's H+ and 7B have it.
+    """
+
+    def __init__(self, config: ViTConfig):
+        super().__init__(config, num_kernels=2)  # rows of `up`: all of the gate, all of the value
+
+    def initialize(self, generator: torch.Generator) -> None:
+        for kernel in (*self.up.weight.chunk(2), self.down.weight):
+            nn.init.xavier_uniform_(kernel, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(x).chunk(2, dim=-1)
+        return self.dropout(self.down(self.dropout(F.silu(gate) * value)))
 
 
 class DropPath(nn.Module):
@@ -247,10 +269,7 @@ class VisionTransformer(ImageModel):
     config: ViTConfig
 
     def __init__(self, config: ViTConfig, seed: int = 0):
-        super().__init__()
-        self.config = config
-        self.activation_checkpointing = False
-
+        super().__init__(config)
         inputs = config.pixels.num_channels
         self.stem = None if config.stem is None else hybrid_stem(config.stem, inputs)
         if config.small_stem is not None:
@@ -261,8 +280,10 @@ class VisionTransformer(ImageModel):
         self.positions = position.new_table(config)  # a parameter if learned, a buffer if fixed, or None
         self.dropout = nn.Dropout(config.dropout)
         self.embedding_norm = layer_norm(config) if config.embedding_norm else None
-        rates = [config.drop_path * i / max(config.num_blocks - 1, 1) for i in range(config.num_blocks)]
-        self.blocks = nn.ModuleList(Block(config, self.new_attention(i), rate) for i, rate in enumerate(rates))
+        self.blocks = nn.ModuleList()
+        for i in range(config.num_blocks):  # of an axial ViT along rows, columns, rows, columns, ...
+            layer = AxialAttention(config, i % 2 == 0) if config.axial else SelfAttention(config, config.num_tokens)
+            self.blocks.append(Block(config, layer, config.drop_path * i / max(config.num_blocks - 1, 1)))
         self.norm = layer_norm(config)
         self.pool = AttentionPooling(config) if config.pools_by_attention else None
         pooled = replace(config, representation=False).num_features
@@ -270,12 +291,6 @@ class VisionTransformer(ImageModel):
         self.head = Dense(config.num_features, config.num_classes) if config.num_classes else nn.Identity()
 
         self.initialize(seed)
-
-    def new_attention(self, block: int) -> SelfAttention:
-        """The attention layer of block number `block`; of an axial ViT along rows, columns, rows, columns, ..."""
-        if self.config.axial:
-            return AxialAttention(self.config, along_rows=block % 2 == 0)
-        return SelfAttention(self.config, self.config.num_tokens)
 
     def forward(
         self,
@@ -353,9 +368,15 @@ class VisionTransformer(ImageModel):
         kept: as of `embed`: `patches` are these alone, (B, K, D), and get the positions of their places. For models
         that `check_encodes_kept` of objectives/mae.py accepts.
         """
-        x = self.add_positions(self.add_class_token(patches), block=0, grid=grid, kept=kept)
+        x = patches
+        first = 0 if self.class_token is None else 1
+        # x.shape[0], because torch.export would turn len(x) into a constant.
+        if self.class_token is not None:
+            x = torch.cat([self.class_token.expand(x.shape[0], -1, -1), x], dim=1)
+        x = self.add_positions(x, block=0, grid=grid, kept=kept)
+        if self.registers is not None:  # Darcet et al., arXiv 2309.16588
+            x = torch.cat([x[:, :first], self.registers.expand(x.shape[0], -1, -1), x[:, first:]], dim=1)
         rotation = self.rotation(x.device, grid)
-        x = self.add_registers(x)
         if kept is not None and rotation is not None:
             rotation = rope.of_patches(rotation, kept, x.shape[1] - kept.shape[1])
         x = self.dropout(x)
@@ -372,20 +393,6 @@ class VisionTransformer(ImageModel):
         if self.config.rope_base is None:
             return None
         return rope.rotation(self.config, grid or self.config.grid, device)
-
-    def add_class_token(self, patches: Tensor) -> Tensor:
-        """(B, rows*columns, D) -> (B, 1 + rows*columns, D), or unchanged if the model has no class token."""
-        if self.class_token is None:
-            return patches
-        # patches.shape[0], because torch.export would turn len(patches) into a constant.
-        return torch.cat([self.class_token.expand(patches.shape[0], -1, -1), patches], dim=1)
-
-    def add_registers(self, x: Tensor) -> Tensor:
-        """Inserts the registers, if any, after the class token (Darcet et al., arXiv 2309.16588): -> (B, N, D)."""
-        if self.registers is None:
-            return x
-        first = 0 if self.class_token is None else 1
-        return torch.cat([x[:, :first], self.registers.expand(x.shape[0], -1, -1), x[:, first:]], dim=1)
 
     def add_positions(self, x: Tensor, block: int, grid: Size | None = None, kept: Tensor | None = None) -> Tensor:
         """Adds the position embeddings that belong before this block; by default only before the first. x -> same
@@ -426,3 +433,38 @@ class VisionTransformer(ImageModel):
         if self.representation is not None:
             lecun_normal(self.representation.weight, generator)
         initialize_head(self.head, self.config.head_bias)
+
+
+class MaskedViT(VisionTransformer):
+    """Masked patch prediction (ViT paper, B.1.2): a ViT that predicts the corrupted half of an image's patches.
+
+    It has a mask token and a head that reads the tokens of the corrupted patches; both are initialised to zero.
+    `pipeline/objectives/masked_patches.py` draws which patches are corrupted, and makes the targets. `load` drops the
+    mask token and this head: what remains is a plain ViT.
+    """
+
+    def __init__(self, config: ViTConfig, seed: int = 0):
+        super().__init__(config, seed)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, config.width))
+        self.head = Dense(config.width, config.patch_outputs)
+        initialize_head(self.head, config.head_bias)
+
+    def forward(  # type: ignore[override]
+        self, images: Tensor, sources: Tensor | None = None, corrupted: Tensor | None = None
+    ) -> Tensor:
+        """Predictions (B, corrupted patches, `patch_outputs`) from images (B, 3, height, width) in [-1, 1].
+
+        Without `sources` and `corrupted`: the features (B, D) of the whole images, which its head does not read.
+
+        sources: int64 (B, patches), the patch whose embedding each patch gets: its own index, another patch's, or the
+        number
+            of patches for the mask token.
+        corrupted: int64 (B, corrupted patches), indices of the patches to predict.
+        """
+        if sources is None or corrupted is None:
+            return self.features(images)
+        patches = self.embed(images)
+        B, N, _ = patches.shape
+        choices = torch.cat([patches, self.mask_token.expand(B, -1, -1)], dim=1)
+        tokens = self.encode(take_tokens(choices, sources))
+        return self.head(take_tokens(tokens, tokens.shape[1] - N + corrupted))

@@ -7,7 +7,7 @@ Ours, as in checkpoints, is a .safetensors of the state dict, with the rest as J
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.architecture.config import Config, ViTConfig
-from pipeline.architecture.pixels import ANY_TYPE, Pixels
+from pipeline.architecture.pixels import ANY_TYPE, RGB_CHANNELS, Pixels
 from pipeline.architecture.variants import ImageSize, as_pair, config_from_dict
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
@@ -24,11 +24,10 @@ from pipeline.base.trained_on import TrainedSet
 from pipeline.base.words import counted
 from pipeline.model import files
 from pipeline.model.build import Model, build
-from pipeline.model.channels import with_channels
 from pipeline.model.convert.layouts import DecoderFacts, Weights, check_tensors
 from pipeline.model.convert.mae import DECODER
 from pipeline.model.convert.official import read_npz
-from pipeline.model.convert.preprocessing import Plain, SavedPreprocessing
+from pipeline.model.convert.preprocessing import Plain, SavedPreprocessing, fold_normalisation
 from pipeline.model.convert.state_dicts import from_state_dict
 from pipeline.model.files import ADVICE, StrPath
 from pipeline.model.position import resample_state, resizing_notes
@@ -107,8 +106,16 @@ def read_weights(path: StrPath, say: Say = lambda line: None) -> Weights:
     """
     path = files.find_file(Path(path))
     weights = _read(path)
+    num_outputs = weights.config.num_classes
     with files.naming(path):
-        found = _check_extra(weights.extra, weights.config)
+        found = json_record.convert(weights.extra, _Extra, "extra")
+        # Without a head, class names may remain from the head that was removed.
+        for name, given in (("class names", found.classes), ("targets", found.targets)):
+            if given is not None and num_outputs and len(given) != num_outputs:
+                raise UserError(
+                    f"its {name} do not fit its head: {counted(len(given), 'name')}, {counted(num_outputs, 'output')}."
+                    " Correct the names where the file was written."
+                )
     for note in weights.notes:
         say(note)
     extra = {name: value for name, value in _known(weights.extra).items() if name != DECODER}
@@ -127,16 +134,16 @@ def _read(path: Path) -> Weights:
     if path.suffix == ".npz":
         return read_npz(path)
     content: Any
+    metadata: dict[str, str] = {}
     if path.name.endswith(files.INDEX):
         content = files.open_shards(path)
     elif files.is_safetensors(path):
         content, metadata = files.open_safetensors(path)
-        if METADATA in metadata:
-            with files.naming(path):
-                return _read_ours(metadata[METADATA], content)
     else:
         content = files.open_torch(path)
     with files.naming(path):
+        if METADATA in metadata:
+            return _read_ours(metadata[METADATA], content)
         state_dict = files.state_dict_in(content)
         if state_dict is None:
             raise UserError(f"holds no state dict. {ADVICE}")
@@ -174,19 +181,6 @@ def _known(fields: Plain) -> Plain:
     """Returns the fields, and the fields of inner dicts, that are not None: JSON of other writers has null."""
     known = {name: value for name, value in fields.items() if value is not None}
     return {name: _known(value) if isinstance(value, dict) else value for name, value in known.items()}
-
-
-def _check_extra(extra: Plain, config: Config) -> _Extra:
-    """Returns the fields that commands read. Raises UserError for fields that they could not use."""
-    found = json_record.convert(extra, _Extra, "extra")
-    # Without a head, class names may remain from the head that was removed.
-    for name, given in (("class names", found.classes), ("targets", found.targets)):
-        if given is not None and config.num_classes and len(given) != config.num_classes:
-            raise UserError(
-                f"its {name} do not fit its head: {counted(len(given), 'name')},"
-                f" {counted(config.num_classes, 'output')}. Correct the names where the file was written."
-            )
-    return found
 
 
 def load(
@@ -268,7 +262,7 @@ def adapted(
         (MAE's fine-tuning); a class token is kept, and not read.
     attentive_pool: with a new head, it reads a new attention pool of all tokens after the last LayerNorm.
     pixels: of the images to read, None for those of the weights. Weights of 8-bit RGB begin on others by
-        `channels.with_channels`; other weights read images of their own channels and type only, by their own range.
+        `with_channels`; other weights read images of their own channels and type only, by their own range.
         Those of another project that do not describe their channels take these pixels, if they are as many.
     dropout, drop_path: None for those of the weights; a ResNet has none.
     """
@@ -317,3 +311,40 @@ def _pixels_read(old: Pixels, new: Pixels | None, path: StrPath) -> Pixels:
         return new
     reads = old.reading(new, str(path), "the data set")
     return old if old.type == ANY_TYPE else reads
+
+
+def first_layer(state: Collection[str]) -> str:
+    """The beginning of the names of the layer that reads the pixels. state: names of a model's tensors."""
+    layers = ("root.", "stem.root.", "patch_embedding.")
+    return next(layer for layer in layers if f"{layer}weight" in state)
+
+
+def with_channels(state: Mapping[str, Tensor], old: Config, new: Config) -> tuple[dict[str, Tensor], str]:
+    """(the state dict with the kernel that reads `new.pixels`, a line about it), of a model of 8-bit RGB.
+
+    Channels named red, green or blue keep theirs, others get the mean of the three, all times 3 / C; a single channel
+    gets the sum. The patch embedding's bias takes up another mean and deviation of the pixels; a stem of convolutions
+    has none.
+    """
+    layer = first_layer(state)
+    name, bias_name = f"{layer}weight", f"{layer}bias"
+    kernel = state[name].clone()
+    bias = state[bias_name].clone() if bias_name in state else None
+    if bias is not None:
+        fold_normalisation(kernel, bias, old.pixels.mean, old.pixels.std)
+    channels = new.pixels.channels
+    count = len(channels)
+    named = {place: RGB_CHANNELS.index(name) for place, name in enumerate(channels) if name in RGB_CHANNELS}
+    if count == 1:
+        named = {}
+    found = kernel.mean(1, keepdim=True).repeat(1, count, *[1] * (kernel.ndim - 2))
+    for place, colour in named.items():
+        found[:, place] = kernel[:, colour]
+    found *= 3 / count
+    if bias is not None:
+        half = (0.5,) * count
+        fold_normalisation(found, bias, half, half, new.pixels.mean, new.pixels.std)
+    added = {name: found} if bias is None else {name: found, bias_name: bias}
+    kept = ", ".join(channels[place] for place in named) or "none"
+    note = f"the first layer of 8-bit RGB weights reads {new.pixels} (channels that keep their own: {kept})"
+    return {**state, **added}, note

@@ -116,8 +116,8 @@ def without_effect(config: RunConfig) -> list[str]:
 
 def teacher_digest(config: RunConfig) -> str:
     """SHA-256 of the published weights that a run's objective learns from, "" for none."""
-    found = _own(config).teacher_file(config)
-    return found[1] if found else ""
+    found = _own(config).published(config)
+    return found.digest if found else ""
 
 
 def facts(loss: str) -> dict[str, Fact]:
@@ -136,11 +136,6 @@ def settings_help(arguments: Sequence[str]) -> str:
         return ""
     listing = listed(kind(names[-1]).Settings, "objective.", "run")
     return f"settings of train.loss = {names[-1]}:\n{listing or '  none'}"
-
-
-def num_classes(config: RunConfig, of_dataset: int) -> int:
-    """Number of classes that a run's model predicts; 0 for an objective that predicts none."""
-    return _own(config).of_backbone(config, of_dataset)["num_classes"]
 
 
 def new_backbone(config: RunConfig, num_classes: int, pixels: Pixels = RGB8) -> Config:

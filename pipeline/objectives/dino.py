@@ -13,7 +13,6 @@ Shapes: B batch, V views, D width of the backbone, K prototypes, N patches, M ma
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from math import cos, log, pi
 from typing import Annotated, Literal, cast
 
@@ -35,15 +34,14 @@ from pipeline.objectives.objective import (
     Facts,
     Images,
     Metrics,
-    Objective,
     embedding_std,
     every_row,
     mean_among_valid,
     mean_of_valid,
     read_backbone,
 )
-from pipeline.objectives.parts.across_ranks import gathered, largest, rank, summed
-from pipeline.objectives.parts.gram import GramAnchored, GramSettings
+from pipeline.objectives.parts.across_ranks import gathered, largest, own_rows, summed
+from pipeline.objectives.parts.crops import GramAnchored, ViewSettings
 from pipeline.settings.quantities import Length, Share, ShareBelow1
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
@@ -59,7 +57,7 @@ _OfViews = Annotated[list[Share], Len(3, 3)]
 _TINY, _LOWEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).min
 
 
-class DinoSettings(GramSettings):
+class DinoSettings(ViewSettings):
     prototypes: int = setting(65_536, min=2, max=2**20)
     """Number of outputs K of the head."""
     hidden: int = setting(2048, min=1, max=2**16)
@@ -123,7 +121,6 @@ class Dino(GramAnchored):
                 raise UserError(
                     f"train.loss = dino has views of its own: set objective.{name} instead of augment.{name}."
                 )
-        cls._shares(config)
 
     @classmethod
     def check_backbone(cls, config: RunConfig, model: Config) -> None:
@@ -147,30 +144,9 @@ class Dino(GramAnchored):
         return super().values(config) | found
 
     # ------------------------------------------------------------------ module
-    @classmethod
-    def create(cls, config: RunConfig, backbone: Model) -> Objective:
-        return cls(backbone, cls.settings(config), config.seed, *cls._shares(config))
-
-    @classmethod
-    def _shares(cls, config: RunConfig) -> tuple[Fraction, Fraction]:
-        """`warmup` and `frozen` of `__init__`. Raises UserError."""
-        given: DinoSettings = cls.settings(config)
-        return (
-            config.share_of_run("objective.temperature_warmup", given.temperature_warmup),
-            config.share_of_run("objective.frozen", given.frozen),
-        )
-
-    def __init__(
-        self,
-        backbone: Model,
-        given: DinoSettings,
-        seed: int = 0,
-        warmup: Fraction = Fraction(0),
-        frozen: Fraction = Fraction(0),
-    ) -> None:
-        """warmup, frozen: shares of the run, of the temperature and of the frozen prototypes."""
+    def __init__(self, backbone: Model, given: DinoSettings, seed: int = 0) -> None:
         super().__init__(backbone)
-        self.given, self.warmup, self.frozen, self.progress = given, warmup, frozen, 0.0
+        self.given, self.progress = given, 0.0
         self.masks = masks = BlockMasks(cast(ViTConfig, backbone.config).grid, seed) if given.ibot_weight else None
         shape = backbone.config.num_features, given.hidden, given.bottleneck, given.prototypes
         self.head = DinoHead(*shape)
@@ -189,8 +165,8 @@ class Dino(GramAnchored):
         return super().decayed() - {"mask_token"}
 
     def frozen_steps(self) -> dict[str, int]:
-        prototypes = dict.fromkeys(("head.last.", "patch_head.last."), round(self.frozen * self.num_steps))
-        return super().frozen_steps() | prototypes
+        steps = round(self.lengths.get("objective.frozen", 0) * self.num_steps)
+        return super().frozen_steps() | dict.fromkeys(("head.last.", "patch_head.last."), steps)
 
     # ------------------------------------------------------------------ from a batch to the loss
     def draw(self, batch: Batch, training: bool) -> dict[str, Tensor]:
@@ -223,12 +199,12 @@ class Dino(GramAnchored):
             total = total + given.koleo_weight * values["koleo_loss"]
         return self.with_gram(total, values, patches, anchor, valid)
 
-    def measure(self, views: Images, facts: Facts) -> Facts:
+    def losses(self, views: Images, facts: Facts) -> Tensor:
         whole = torch.cat(views[:2])
         student = self._student(self.backbone(whole), views)
         outputs = self.teacher["head"](self.teacher["backbone"](whole))
         targets = self._targets(outputs, facts["valid"].repeat(2), "centre")
-        return {"loss": pair_losses(student, targets.view(2, -1, targets.shape[1]))}
+        return pair_losses(student, targets.view(2, -1, targets.shape[1]))
 
     def _student(self, features: Tensor, views: Images) -> Tensor:
         """float32 (V, B, K): the student's outputs over its temperature. features: of the global views."""
@@ -268,7 +244,8 @@ class Dino(GramAnchored):
 
     def before_step(self, step: int) -> None:
         self.progress = step / self.num_steps
-        warmup, rise = self.warmup * self.num_steps, self.given.teacher_temperature - _FIRST_TEMPERATURE
+        warmup = self.lengths.get("objective.temperature_warmup", 0) * self.num_steps
+        rise = self.given.teacher_temperature - _FIRST_TEMPERATURE
         self.temperature.fill_(_FIRST_TEMPERATURE + rise * float(min(1, step / warmup if warmup else 1)))
         for name in self.centres:
             getattr(self, f"{name}_sums").zero_()
@@ -335,7 +312,7 @@ def koleo(features: Tensor, counted: Tensor | None = None) -> Tensor:
     every, of_every = gathered(own), gathered(counted.float()) > 0
     column = torch.arange(len(every), device=own.device)
     with torch.no_grad():
-        itself = column == rank() * len(own) + torch.arange(len(own), device=own.device)[:, None]
+        itself = column == own_rows(own)[:, None]
         closeness, nearest = (own @ every.T).masked_fill(itself | ~of_every, -torch.inf).max(1)
         # A product, because the gradient of indexing adds in any order on a GPU.
         chosen = (nearest[:, None] == column).float()

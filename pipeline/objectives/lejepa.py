@@ -25,9 +25,8 @@ from pipeline.data.loading.loader import to_device
 from pipeline.data.loading.views import Views
 from pipeline.model import Model
 from pipeline.objectives.objective import Facts, Images, Metrics, embedding_std, mean_of_valid, read_backbone
-from pipeline.objectives.parts.across_ranks import summed, total
-from pipeline.objectives.parts.gram import GramAnchored, GramSettings
-from pipeline.objectives.parts.step_norm import Projector
+from pipeline.objectives.parts.across_ranks import Projector, summed, total
+from pipeline.objectives.parts.crops import GramAnchored, ViewSettings
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import setting
 
@@ -36,7 +35,7 @@ _ANGLES = 2**20
 _DIRECTIONS = Purpose.named("sigreg_directions")
 
 
-class LejepaSettings(GramSettings):
+class LejepaSettings(ViewSettings):
     global_views: int = setting(2, min=1, max=100)
     """Number of large views of each image, of model.image_size."""
     local_views: int = setting(6, min=0, max=100)

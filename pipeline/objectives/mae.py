@@ -109,7 +109,7 @@ class Mae(Objective):
         """Raises UserError for a backbone that cannot encode a part of its patches, as one of init.weights may be."""
         super().__init__(backbone)
         self.given, self.seed = settings, seed
-        self.normalise, self.num_heads = settings.normalise, settings.decoder_heads
+        self.normalise = settings.normalise
         self.mean, self.std = _PIXELS[settings.pixels]
         vit = check_encodes_kept(backbone.config, "mae")
         self.num_patches = vit.num_patches
@@ -148,7 +148,7 @@ class Mae(Objective):
     @property
     def facts(self) -> DecoderFacts:
         """What the decoder's tensors do not tell."""
-        return DecoderFacts(self.num_heads, self.normalise, self.mean, self.std)
+        return DecoderFacts(self.given.decoder_heads, self.normalise, self.mean, self.std)
 
     @classmethod
     def from_weights(cls, weights: Weights, say: Callable[[str], object], **known: Any) -> Self | None:
@@ -266,8 +266,15 @@ def check_encodes_kept(vit: Config, loss: str) -> ViTConfig:
     if isinstance(vit, ViTConfig):
         if not vit.has_stem:
             vit.check_covered()
-        fits = {"stem": None, "small_stem": None, "axial": False, "positions_at": "stem", "representation": False}
-        odd = [name for name, value in (fits | {"pool_norm": False}).items() if getattr(vit, name) != value]
+        fits = {
+            "stem": None,
+            "small_stem": None,
+            "axial": False,
+            "positions_at": "stem",
+            "representation": False,
+            "pool_norm": False,
+        }
+        odd = [name for name, value in fits.items() if getattr(vit, name) != value]
         odd += ["positions"] * (vit.positions == "relative") + ["pool"] * vit.pools_by_attention
         if not odd:
             return vit

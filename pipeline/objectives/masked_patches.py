@@ -22,13 +22,12 @@ from pipeline.base.random_numbers import Purpose
 from pipeline.data.loading.loader import Batch, images_to_device, normalise
 from pipeline.data.loading.mix import Mixing
 from pipeline.model import MaskedViT, Model
+from pipeline.model.layers import patches_of
 from pipeline.objectives.objective import Facts, Images, Inputs, Metrics, Objective
 from pipeline.settings.run import RunConfig
 
 _COLORS = 512  # 3 bits per channel
 _MASK_TOKEN, _OTHER_PATCH = 0.8, 0.1
-# train.loss -> what is predicted of a patch: the field `masked` of the model.
-_PREDICTED = {"masked_mean_color": "mean_color", "masked_small_patch": "small_patch", "masked_pixels": "pixels"}
 
 
 class MaskedPatches(Objective):
@@ -40,7 +39,7 @@ class MaskedPatches(Objective):
 
     @classmethod
     def metrics(cls, config: RunConfig) -> Metrics:
-        colors = {"color_accuracy": Metric("share", "higher")} if _PREDICTED[config.train.loss] != "pixels" else {}
+        colors = {"color_accuracy": Metric("share", "higher")} if config.train.loss != "masked_pixels" else {}
         return super().metrics(config) | colors
 
     @classmethod
@@ -55,7 +54,7 @@ class MaskedPatches(Objective):
 
     @classmethod
     def of_backbone(cls, config: RunConfig, num_classes: int) -> dict[str, Any]:
-        return {"num_classes": 0, "masked": _PREDICTED[config.train.loss]}
+        return {"num_classes": 0, "masked": config.train.loss.removeprefix("masked_")}
 
     @classmethod
     def create(cls, config: RunConfig, backbone: Model) -> Objective:
@@ -115,8 +114,7 @@ class MaskedPatches(Objective):
         else:
             planes = images.permute(0, 3, 1, 2)
         P = self.config.patch_pixels
-        patches = planes.unfold(2, P, P).unfold(3, P, P)  # (B, K, rows, columns, P, P)
-        patches = patches.flatten(2, 3).transpose(1, 2)  # (B, N, K, P, P)
+        patches = patches_of(planes, P).unflatten(2, (P, P, -1)).movedim(4, 2)  # (B, N, K, P, P)
         patches = patches[torch.arange(len(images), device=images.device)[:, None], corrupted]
         if self.predicts_pixels:
             return patches.flatten(2)

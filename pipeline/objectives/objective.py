@@ -31,10 +31,19 @@ from pipeline.data.loading.loader import Batch, images_to_device, normalise, to_
 from pipeline.data.loading.mix import Mixing, mix_images
 from pipeline.data.loading.views import Views
 from pipeline.data.mixture.run_data import RunData
-from pipeline.model import Config, DecoderFacts, Model, ViTConfig, configure, training_flops_per_image
-from pipeline.model.channels import first_layer
+from pipeline.model import (
+    Config,
+    DecoderFacts,
+    Model,
+    ViTConfig,
+    adapted,
+    build,
+    configure,
+    load,
+    training_flops_per_image,
+)
 from pipeline.model.layers import kernel_names
-from pipeline.model.weights import ADDITION
+from pipeline.model.weights import ADDITION, first_layer
 from pipeline.objectives import on_meta
 from pipeline.objectives.parameters.trained import (
     FREEZE_BACKBONE,
@@ -44,13 +53,13 @@ from pipeline.objectives.parameters.trained import (
     new_factors,
     num_frozen_blocks,
 )
-from pipeline.settings.quantities import ImageSize
+from pipeline.settings import schema
+from pipeline.settings.quantities import ImageSize, Length
 from pipeline.settings.run import RunConfig
-from pipeline.settings.schema import Settings, build
 
 BACKBONE, TEACHER = "backbone.", "teacher."
 # Published weights that an objective learns from. In no checkpoint, because they are in a file of their own
-# (`teacher_file`).
+# (`published`).
 FROZEN_TEACHER = "frozen_teacher."
 
 
@@ -61,7 +70,7 @@ Facts = dict[str, Tensor]
 Metrics = dict[str, Metric]
 
 
-class NoSettings(Settings):
+class NoSettings(schema.Settings):
     """The settings of an objective that has none of its own."""
 
 
@@ -76,6 +85,17 @@ class Inputs(NamedTuple):
     facts: Facts
 
 
+class PublishedTeacher(NamedTuple):
+    """named: as in the settings. file: where the weights are. extra: what stands beside them, as the names of their
+    classes. digest: SHA-256 of their configuration and tensors, whatever the format of the file."""
+
+    named: str
+    file: Path
+    config: Config
+    extra: dict[str, Any]
+    digest: str
+
+
 class Objective(nn.Module):
     """A backbone and what is added to it to train it. A subclass has a `loss`; what it does not define has these
     defaults.
@@ -88,8 +108,8 @@ class Objective(nn.Module):
     loss_kind = ""
     # Whether a run with init.weights continues what such an objective added to them; else only the backbone is loaded.
     continues_additions: ClassVar[bool] = False
-    # Whether the backbone reads each image once and nothing is added to it: then memory and arithmetic are the model's,
-    # from its configuration. Otherwise `loss` is run on the meta device to count them.
+    # Whether the backbone reads one view of each image and nothing is added to it: then memory and arithmetic are the
+    # model's, from its configuration. Otherwise `loss` is run on the meta device to count them.
     trains_backbone_alone: ClassVar[bool] = False
     # Whether a step depends on `num_steps`, which no other objective may read: then a longer run does not begin as a
     # shorter one, which a study's `cooldown` relies on.
@@ -102,7 +122,16 @@ class Objective(nn.Module):
     @classmethod
     def settings(cls, config: RunConfig) -> Any:
         """Returns the section `objective` as `Settings`. Raises UserError."""
-        return build(cls.Settings, config.objective, f"train.loss = {config.train.loss}", "objective")
+        return schema.build(cls.Settings, config.objective, f"train.loss = {config.train.loss}", "objective")
+
+    @classmethod
+    def lengths_of(cls, config: RunConfig) -> dict[str, Fraction]:
+        """Returns train.heads_first and the lengths among its own settings, by dotted name, as shares of the run.
+        Raises UserError.
+        """
+        own = {f"objective.{name}": value for name, value in vars(cls.settings(config)).items()}
+        named = {"train.heads_first": config.train.heads_first, **own}.items()
+        return {name: config.share_of_run(name, value) for name, value in named if isinstance(value, Length)}
 
     @classmethod
     def views(cls, config: RunConfig) -> tuple[Views, ...]:
@@ -131,7 +160,7 @@ class Objective(nn.Module):
                 f"train.freeze = {FREEZE_BACKBONE} with train.loss = {config.train.loss} trains nothing that is"
                 " exported: add train.lora_rank=8, or use train.freeze='all but 2 blocks'."
             )
-        config.share_of_run("train.heads_first", config.train.heads_first)
+        cls.lengths_of(config)
         if cls.teacher_momentum is not Objective.teacher_momentum and config.optimizer.ema_decay:
             raise UserError(
                 f"train.loss = {config.train.loss} has a teacher, which is the average of all weights: leave out"
@@ -160,9 +189,8 @@ class Objective(nn.Module):
         return ""
 
     @classmethod
-    def teacher_file(cls, config: RunConfig) -> tuple[Path, str, dict[str, Any]] | None:
-        """Published weights that it learns from, the SHA-256 of what is read of them, and what their file says of them;
-        None for none.
+    def published(cls, config: RunConfig) -> PublishedTeacher | None:
+        """Published weights that it learns from, as `teacher_adaptation` changes them; None for none. Raises UserError.
 
         They are the submodule `frozen_teacher`, which is in no checkpoint: a run is continued with the same weights
         only.
@@ -170,9 +198,31 @@ class Objective(nn.Module):
         return None
 
     @classmethod
+    def teacher_adaptation(cls, config: RunConfig, model: Config) -> dict[str, Any]:
+        """How these weights are changed, as arguments of `pipeline.model.load`. model: the backbone's. Raises
+        UserError.
+        """
+        raise NotImplementedError
+
+    @classmethod
     def teacher_config(cls, config: RunConfig, model: Config) -> Config | None:
         """The model of these weights, for the images that it reads; None for none. model: the backbone's."""
-        return None
+        published = cls.published(config)
+        if published is None:
+            return None
+        return adapted(published.config, published.named, **cls.teacher_adaptation(config, model))
+
+    @classmethod
+    def read_teacher(cls, config: RunConfig, model: Config) -> Model:
+        """The frozen teacher; on the meta device without its weights. model: the backbone's."""
+        published, of_teacher = cls.published(config), cls.teacher_config(config, model)
+        assert published is not None
+        assert of_teacher is not None
+        if torch.get_default_device().type == "meta":
+            teacher = build(of_teacher)
+        else:
+            teacher = load(published.file, seed=config.seed, **cls.teacher_adaptation(config, model))
+        return teacher.requires_grad_(False).eval()
 
     @classmethod
     def metrics(cls, config: RunConfig) -> Metrics:
@@ -226,7 +276,7 @@ class Objective(nn.Module):
         """
         cls.check_backbone(config, backbone.config)
         objective, train = cls.create(config, backbone), config.train
-        objective.heads_first = config.share_of_run("train.heads_first", train.heads_first)
+        objective.lengths = cls.lengths_of(config)
         objective.new_parts = ("head.", *(["pool."] if config.init.attentive_pool else []))
         if not backbone.config.pixels.is_rgb8:
             objective.new_parts += (first_layer(backbone.state_dict()),)
@@ -243,24 +293,21 @@ class Objective(nn.Module):
         """Floating-point operations of training on one image: of all views, what is added and a teacher. model: the
         backbone's.
         """
+        model = replace(model, image_size=config.model.image_size)
         if not cls.trains_backbone_alone or config.train.lora_rank:
-            return on_meta.training_flops(cls, config, replace(model, image_size=config.model.image_size))
-        return sum(
-            group.count
-            * training_flops_per_image(replace(model, image_size=ImageSize.parse(group.size)), _trained(config, model))
-            for group in cls.views(config)
-        )
+            return on_meta.training_flops(cls, config, model)
+        return training_flops_per_image(model, _trained(config, model))
 
     def __init__(self, backbone: Model) -> None:
         super().__init__()
         self.backbone = backbone
-        # Set by `of`. heads_first: a share of the run. new_parts: beginnings of names in the backbone.
+        # Set by `of`. lengths: what `lengths_of` returns. new_parts: beginnings of names in the backbone.
         self.lora: nn.ModuleDict | None = None
-        self.heads_first = Fraction(0)
+        self.lengths: Mapping[str, Fraction] = {}
         self.new_parts: tuple[str, ...] = ()
         # Set by `add_teacher`.
         self.teacher: nn.ModuleDict | None = None
-        # Set by a subclass that learns from published weights (`teacher_file`).
+        # Set by a subclass that learns from published weights (`published`).
         self.frozen_teacher: Model | None = None
         # Steps of the run, set before anything of it is counted or trained; beside `frozen_steps`, read only in a class
         # with `follows_length`.
@@ -411,7 +458,7 @@ class Objective(nn.Module):
         """Returns, by the beginning of a parameter's name, in how many first steps of the run it gets no gradient: by
         default those of `train.heads_first`, for all that is not new.
         """
-        if not (steps := round(self.heads_first * self.num_steps)):
+        if not (steps := round(self.lengths.get("train.heads_first", 0) * self.num_steps)):
             return {}
         names = [name for name, _ in self.backbone.named_parameters() if not name.startswith(self.new_parts)]
         return dict.fromkeys([*(f"{BACKBONE}{name}" for name in names), "lora."], steps)

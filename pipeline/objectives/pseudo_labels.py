@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.base.metric import Metric
-from pipeline.data.loading.loader import Batch, to_device
+from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import Mixing, mix_images, partner
 from pipeline.data.loading.views import Views, undistorted
 from pipeline.model import Model
@@ -71,8 +71,7 @@ class PseudoLabels(Classification):
     # ------------------------------------------------------------------ from a batch to the loss
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
         """Views: that of the backbone, that of the teacher, and with `mixing` the first one mixed in pairs."""
-        views, facts = Objective.inputs(self, batch, device, None)
-        facts["labels"] = to_device(batch.labels, device)
+        views, facts = super().inputs(batch, device, None)
         if mixing is not None:
             mixed, facts["own"] = mix_images(views[0], facts["valid"], mixing)
             views = (*views, mixed)

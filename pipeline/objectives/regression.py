@@ -58,24 +58,38 @@ class Regression(Objective):
 
     def __init__(self, backbone: Model, given: RegressionSettings, names: Sequence[str]) -> None:
         super().__init__(backbone)
-        self.given, self.scale = given, TargetScale(names)
+        self.given, self.names, self.scale = given, list(names), TargetScale(len(names))
 
     def learn_from(self, data: RunData, head_is_trained: bool) -> str:
-        line = self.scale.learn_from(data)
+        """Take mean and deviation of the targets from what is trained on; returns a line that says them."""
+        values = data.split.target_values
+        of_values = standardisation(values)
+        for buffer, found in zip((self.scale.mean, self.scale.deviation), of_values, strict=True):
+            buffer.copy_(torch.from_numpy(found))
         if head_is_trained:  # It predicts the values themselves.
             weight, bias = (self.backbone.get_parameter(f"head.{name}") for name in ("weight", "bias"))
             mean, deviation = (of.to(weight.device) for of in (self.scale.mean, self.scale.deviation))
             with torch.no_grad():
                 weight.div_(deviation[:, None])
                 bias.sub_(mean).div_(deviation)
-        return line
+        counts = np.isfinite(values).sum(0).tolist()
+        described = (
+            f"{name} {mean:.6g} +- {deviation:.6g} ({counted(count, 'value')})"
+            for name, mean, deviation, count in zip(self.names, *of_values, counts, strict=True)
+        )
+        return f"targets, mean and deviation in training: {', '.join(described)}"
 
     def extra(self) -> dict[str, Any]:
-        return self.scale.facts()
+        scale = {"mean": self.scale.mean.tolist(), "deviation": self.scale.deviation.tolist()}
+        return {TARGETS: self.names, TARGET_SCALE: scale}
 
     def inputs(self, batch: Batch, device: torch.device, mixing: Mixing | None) -> Inputs:
         views, facts = super().inputs(batch, device, mixing)
-        return Inputs(views, facts | {"targets": self.scale.of_batch(batch, device, facts.get("own"))})
+        targets = self.scale.standardised(to_device(batch.targets, device))
+        if (own := facts.get("own")) is not None:
+            # A sample that is not mixed keeps its values where its partner lacks them.
+            targets = torch.where(own[:, None] == 1, targets, mix_pairs(targets, own))
+        return Inputs(views, facts | {"targets": targets})
 
     def losses_of(self, values: Tensor, targets: Tensor) -> Tensor:
         """The loss (n,) of predictions and targets (n, T) in their own units."""
@@ -97,48 +111,14 @@ class TargetScale(nn.Module):
     start: a set that is added to a mixture later does not change what the head says.
     """
 
-    mean: Tensor
-    deviation: Tensor
-
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, num_targets: int) -> None:
         super().__init__()
-        self.names = list(names)
-        self.register_buffer("mean", torch.zeros(len(names), dtype=torch.float32))
-        self.register_buffer("deviation", torch.ones(len(names), dtype=torch.float32))
-
-    def learn_from(self, data: RunData) -> str:
-        """Take mean and deviation from what is trained on; returns a line that says them."""
-        values = data.split.target_values
-        of_values = standardisation(values)
-        for buffer, found in zip((self.mean, self.deviation), of_values, strict=True):
-            buffer.copy_(torch.from_numpy(found))
-        counts = np.isfinite(values).sum(0).tolist()
-        described = (
-            f"{name} {mean:.6g} +- {deviation:.6g} ({counted(count, 'value')})"
-            for name, mean, deviation, count in zip(self.names, *of_values, counts, strict=True)
-        )
-        return f"targets, mean and deviation in training: {', '.join(described)}"
-
-    def facts(self) -> dict[str, Any]:
-        """Fields of `extra` of weights."""
-        return {
-            TARGETS: self.names,
-            TARGET_SCALE: {"mean": self.mean.tolist(), "deviation": self.deviation.tolist()},
-        }
+        self.mean = nn.Buffer(torch.zeros(num_targets, dtype=torch.float32))
+        self.deviation = nn.Buffer(torch.ones(num_targets, dtype=torch.float32))
 
     def standardised(self, targets: Tensor) -> Tensor:
         """Targets (B, T) in their own units -> in deviations from their mean."""
         return (targets - self.mean) / self.deviation
-
-    def of_batch(self, batch: Batch, device: torch.device, own: Tensor | None) -> Tensor:
-        """The standardised targets of a batch, float32 (B, T), on the device. own: of images that are mixed in pairs
-        (`mix_images`).
-        """
-        targets = self.standardised(to_device(batch.targets, device))
-        if own is None:
-            return targets
-        # A sample that is not mixed keeps its values where its partner lacks them.
-        return torch.where(own[:, None] == 1, targets, mix_pairs(targets, own))
 
 
 def metric_name(target: str) -> str:

@@ -18,9 +18,8 @@ from pipeline.base.metric import Metric
 from pipeline.data.loading.views import Views
 from pipeline.model import Model
 from pipeline.objectives.objective import Facts, Images, Metrics, embedding_std, mean_among_valid, mean_of_valid
-from pipeline.objectives.parts.across_ranks import gathered, rank
-from pipeline.objectives.parts.local_views import ComparesCrops
-from pipeline.objectives.parts.step_norm import Projector, StepNorm
+from pipeline.objectives.parts.across_ranks import Projector, StepNorm, gathered, own_rows
+from pipeline.objectives.parts.crops import ComparesCrops
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import Settings, setting
 
@@ -80,7 +79,7 @@ def nt_xent(projections: Tensor, temperature: float, counted: Tensor) -> tuple[T
     """
     units = F.normalize(projections.float(), dim=1)
     every, candidates = gathered(units), gathered(counted.float()) > 0  # (R * 2B, D), (R * 2B,)
-    own = rank() * len(units) + torch.arange(len(units), device=units.device)
+    own = own_rows(units)
     itself = own[:, None] == torch.arange(len(every), device=units.device)
     similarity = (units @ every.T / temperature).masked_fill(itself | ~candidates, torch.finfo(torch.float32).min)
     other = own.roll(len(units) // 2)

@@ -326,10 +326,10 @@ def initial_model(
     of_objective = objectives.kind(config.train.loss)
     if note := of_objective.check_classes(config, dataset.num_classes, dataset.classes):
         console.say(note)
-    teacher = of_objective.teacher_file(config)
-    before = recorded(teacher[2]) if teacher else []
+    teacher = of_objective.published(config)
+    before = recorded(teacher.extra) if teacher else []
     if config.init.weights:
-        num_classes = objectives.num_classes(config, dataset.num_classes)
+        num_classes = of_objective.of_backbone(config, dataset.num_classes)["num_classes"]
         adaptation = objectives.adaptation(config, dataset.num_classes, dataset.pixels)
         content = models.read_weights(config.init.weights, console.say)
         names, before = content.extra.get("classes"), [*recorded(content.extra), *before]

@@ -79,8 +79,8 @@ def run_facts(start: "StartingPoint", origin: WeightsOrigin | None) -> RunFacts:
         "test_copies": _test_copies(dataset, split.name),
         "run_folder_path": str((Path(config.out) / config.name).resolve()),
     }
-    if teacher := objective.teacher_file(config):
-        file = find_origin(teacher[0], str(teacher[0]))
+    if teacher := objective.published(config):
+        file = find_origin(teacher.file, str(teacher.file))
         tags[TEACHER_TAG] = f"{file.path}, {file.details}"
     parents = {"parent": origin.run_id} if origin and origin.run_id else {}
     what = "Fine-tuning" if config.init.weights else "Pre-training"

@@ -19,9 +19,9 @@ from pipeline.model import (
     save,
     to_timm,
 )
-from pipeline.model.channels import with_channels
 from pipeline.model.convert.layouts import NAMES, write_model
 from pipeline.model.files import write_folder
+from pipeline.model.weights import with_channels
 
 BANDS = Pixels.full_range(("nir", "red", "green", "blue", "height"), "uint16")
 CT = replace(Pixels.full_range(("ct",), "int16"), mean=(0.4,), std=(0.3,), nodata=-2000.0)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pipeline.model import create
-from pipeline.model.resnet import SameStdConv, StdConv, bottleneck
+from pipeline.model.resnet import PostActivationUnit, SameStdConv, StdConv
 
 
 def filled(module, seed=0):
@@ -68,7 +68,8 @@ def test_kernels_are_standardised_each_in_its_own_way(scale):
 @torch.no_grad()
 @pytest.mark.parametrize(("stride", "inputs"), [(1, 128), (2, 64)])
 def test_the_hybrids_unit(stride, inputs):
-    unit = filled(bottleneck(inputs, 32, stride))
+    shapes = [(inputs, 32, 1, 1), (32, 32, 3, stride), (32, 128, 1, 1)]
+    unit = filled(PostActivationUnit(shapes, is_small=False))
     w, x = arrays(unit), image(inputs, 4, 6)
 
     def norm(y, name):

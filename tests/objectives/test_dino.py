@@ -42,7 +42,8 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 def dino(given: DinoSettings = GIVEN, **changes) -> Dino:
     torch.manual_seed(0)
     backbone = build(configure("ViT-mu/4", 16, num_classes=0, **changes))
-    objective = Dino(backbone, given, 3, Fraction(1, 2), Fraction(1, 4))
+    objective = Dino(backbone, given, 3)
+    objective.lengths = {"objective.temperature_warmup": Fraction(1, 2), "objective.frozen": Fraction(1, 4)}
     with torch.no_grad():
         for parameter in objective.parameters():
             parameter += 0.1 * torch.randn(parameter.shape)

@@ -21,7 +21,7 @@ from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import Mixing
 from pipeline.estimate.forecast import make_forecast
 from pipeline.model import build, configure, save
-from pipeline.objectives.distill_classes import DistillClasses, divergence
+from pipeline.objectives.distill import DistillClasses, divergence
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.run import RunConfig

@@ -18,7 +18,7 @@ from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch
 from pipeline.model import build, configure, load, save
 from pipeline.objectives.objective import Facts, Objective, constants
-from pipeline.objectives.parts.gram import ANCHORED, gram_losses, on_grid
+from pipeline.objectives.parts.crops import ANCHORED, gram_losses, on_grid
 from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig

@@ -1,9 +1,8 @@
 """Reads and writes state dicts of Hugging Face's transformers, with their config.json and preprocessor_config.json."""
 
 from functools import partial
-from typing import NamedTuple
 
-from pipeline.architecture.config import Pool, ViTConfig
+from pipeline.architecture.config import ViTConfig
 from pipeline.base.errors import UserError
 from pipeline.model.convert import preprocessing
 from pipeline.model.convert.layouts import (
@@ -18,17 +17,16 @@ from pipeline.model.convert.layouts import (
     write_model,
 )
 from pipeline.model.convert.preprocessing import Json, Plain
-from pipeline.model.convert.reading import gelu_of, join, pair, read_vit, rename, sizes_of
+from pipeline.model.convert.reading import HIDDEN_ACTS, gelu_of, join, pair, read_vit, rename
 from pipeline.model.resnet import ResNet
 from pipeline.model.vit import VisionTransformer
 
 # Names in memory since transformers 5 -> names in its files, which are still the old ones.
 _NEW_NAMES = [
     (r"^layers\.(\d+)\.", r"encoder.layer.\1."),
-    (r"attention\.([qkv])_proj\.", r"attention.attention.\1."),
-    (r"attention\.attention\.q\.", "attention.attention.query."),
-    (r"attention\.attention\.k\.", "attention.attention.key."),
-    (r"attention\.attention\.v\.", "attention.attention.value."),
+    (r"attention\.q_proj\.", "attention.attention.query."),
+    (r"attention\.k_proj\.", "attention.attention.key."),
+    (r"attention\.v_proj\.", "attention.attention.value."),
     (r"attention\.o_proj\.", "attention.output.dense."),
 ]
 _NEW_MLP = [(r"mlp\.fc1\.", "intermediate.dense."), (r"mlp\.fc2\.", "output.dense.")]  # ViT, but not DINOv2
@@ -37,16 +35,8 @@ _NEW_MLP = [(r"mlp\.fc1\.", "intermediate.dense."), (r"mlp\.fc2\.", "output.dens
 _OF_SIGMOID = "multi_label_classification"
 
 
-class _Kind(NamedTuple):
-    """A family of names: its defaults for config.json, and its models' parts beside those of a plain ViT."""
-
-    eps: float  # of LayerNorm
-    activation: str = "gelu"
-    pools: tuple[Pool, ...] = ("token",)
-    holds: tuple[str, ...] = ()  # fields of ViTConfig
-
-
-_KINDS = {kind: _Kind(**facts) for kind, facts in TABLES["kinds"].items()}
+# By family of names: its defaults for config.json, and its models' parts beside those of a plain ViT (tables.toml).
+_KINDS: Plain = TABLES["kinds"]
 
 
 def from_huggingface(tensors: State, kind: str, config_files: ConfigFiles, notes: list[str]) -> Weights:
@@ -69,12 +59,12 @@ def from_huggingface(tensors: State, kind: str, config_files: ConfigFiles, notes
         extra["loss"] = "sigmoid"
     gated = any(".mlp.weights_in." in key or ".mlp.gate_proj." in key for key in tensors)
     is_silu = gated and kind == "dinov3"
-    activation = get("hidden_act", str, _KINDS[kind].activation)
+    activation = get("hidden_act", str, _KINDS[kind].get("activation", "gelu"))
     if is_silu and activation != "silu":
         raise UserError(f"its MLP is gated by {activation[:100]}; only silu is supported.")
     told: Plain = {
         "gelu": "erf" if is_silu else gelu_of(activation),
-        "layer_norm_eps": get("layer_norm_eps", float, _KINDS[kind].eps),
+        "layer_norm_eps": get("layer_norm_eps", float, _KINDS[kind]["eps"]),
         "num_heads": get("num_attention_heads", int),
         "image_size": pair("image_size", get("image_size", int | list[int])),
         "kernel": "bicubic_antialias" if kind == "dinov2" and "embeddings.register_tokens" in tensors else "bicubic",
@@ -109,10 +99,11 @@ def _class_names(labels: dict[str, str]) -> list[str] | None:
     """The names in order; None if they are Hugging Face's placeholders. Raises UserError for a key that is not a class
     number.
     """
-    if labels.keys() != (numbers := {str(i): None for i in range(len(labels))}).keys():
+    numbers = [str(i) for i in range(len(labels))]
+    if {*labels} != {*numbers}:
         raise UserError(f"config.json: the keys of id2label must be the numbers 0 to {len(labels) - 1}.")
     names = [labels[number] for number in numbers]
-    return None if not names or names == [f"LABEL_{i}" for i in range(len(names))] else names
+    return None if names == [f"LABEL_{number}" for number in numbers] else names
 
 
 def to_huggingface(
@@ -131,23 +122,22 @@ def to_huggingface(
         raise UserError("Hugging Face's ViT cannot hold a ResNet; format = safetensors can.")
     kind, model_type, own = _family(model.config)
     cls = TABLES["huggingface"]["classes"][model_type]
-    has_head = model.config.num_classes > 0
+    has_head, pools = model.config.num_classes > 0, _KINDS[kind].get("pools", ["token"])
     reads = {"huggingface": ("token", "gap"), "dinov2": ("both",)}.get(kind, ())
-    if has_head and model.config.pool in _KINDS[kind].pools and model.config.pool not in reads:
+    if has_head and model.config.pool in pools and model.config.pool not in reads:
         raise UserError(f"Hugging Face's {cls} has no head that reads what ours does. Leave it out: head=false.")
     height, width = model.config.image_size
     cannot = {
         f"images of {height} x {width} px, which are not square": height != width,
         f"positions = {model.config.positions} beside RoPE": kind == "dinov3" and model.config.positions != "none",
     }
-    for feature in (feature for feature, is_present in cannot.items() if is_present):
-        raise UserError(f"Hugging Face's {cls} cannot hold {feature}; format = safetensors or onnx can.")
     config, state = as_plain(
         model,
         f"Hugging Face's {cls}",
-        _KINDS[kind].pools,
+        pools,
         representation=kind == "huggingface" and not has_head and model.config.pool == "token",
-        holds=frozenset(_KINDS[kind].holds),
+        holds=frozenset(_KINDS[kind].get("holds", ())),
+        cannot=cannot,
     )
     if NAMES[kind].get("no_patch_bias"):
         move_patch_bias(state, config.num_patches)
@@ -158,7 +148,15 @@ def to_huggingface(
     }
     found = {
         "architectures": [cls.replace("Model", "ForImageClassification") if has_head else cls],
-        **sizes_of(config),
+        "hidden_size": config.width,
+        "num_hidden_layers": config.depth,
+        "num_attention_heads": config.num_heads,
+        "intermediate_size": config.mlp_width,
+        "hidden_act": HIDDEN_ACTS[config.gelu],
+        "layer_norm_eps": config.layer_norm_eps,
+        "image_size": config.image_size[0],
+        "patch_size": config.patch_size,
+        "num_channels": 3,
         "model_type": model_type,
         **own,
     }
@@ -192,10 +190,13 @@ def _family(config: ViTConfig) -> tuple[str, str, Plain]:
     plain = {"qkv_bias": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     if config.layer_scale is None and not config.swiglu and not config.registers and config.pool != "both":
         return "huggingface", "ijepa" if config.pool == "gap" else "vit", plain
-    widths = {ratio: config.width * ratio for ratio in range(1, 257)}
-    if config.swiglu:  # two thirds of an MLP's width, up to a multiple of 8
-        widths = {ratio: (int(width * 2 / 3) + 7) // 8 * 8 for ratio, width in widths.items()}
-    ratio = next((ratio for ratio, width in widths.items() if width == config.mlp_width), None)
+
+    def mlp_width(ratio: int) -> int:
+        width = config.width * ratio
+        # Of a gated one two thirds, up to a multiple of 8.
+        return (int(width * 2 / 3) + 7) // 8 * 8 if config.swiglu else width
+
+    ratio = next((ratio for ratio in range(1, 257) if mlp_width(ratio) == config.mlp_width), None)
     if ratio is None:
         raise UserError(
             f"Hugging Face's DINOv2 of width {config.width} cannot hold an MLP of width {config.mlp_width}."

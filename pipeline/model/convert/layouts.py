@@ -6,7 +6,7 @@ import math
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -79,37 +79,21 @@ class Weights(NamedTuple):
 class Layout:
     """Names and axes of the tensors in a file of one model.
 
-    units: of each stage of its ResNet. pool_norm: whether the last norm is of the mean of the patches, with a name of
-    its own. has_key_bias: whether keys have a bias, where queries, keys and values are apart.
+    config: of the model; without it, names are those of a model with biases of keys, whose last norm is of all tokens,
+    and those of a ResNet's units are not known.
     """
 
-    def __init__(
-        self,
-        names: Names,
-        units: tuple[int, ...] | None = None,
-        *,
-        pool_norm: bool = False,
-        has_key_bias: bool = True,
-        num_heads: int = 1,
-    ):
+    def __init__(self, names: Names, config: Config | None = None):
         self.names, self.flax = dict(names), "flax" in names
-        self.has_key_bias, self.num_heads = has_key_bias, num_heads
-        self.units = [(i + self.flax, j + self.flax) for i, count in enumerate(units or ()) for j in range(count)]
-        if pool_norm:
-            self.names["norm"] = names["pool_norm"]
-
-    @classmethod
-    def of(cls, config: Config, names: Names) -> "Layout":
-        """Of a model of this configuration."""
-        if isinstance(config, ResNetConfig):
-            return cls(names, config.units)
-        return cls(
-            names,
-            config.stem,
-            pool_norm=config.pool_norm,
-            has_key_bias=config.qkv_bias != "qv",
-            num_heads=config.num_heads,
-        )
+        self.has_key_bias, self.num_heads = True, 1
+        units = config.units if isinstance(config, ResNetConfig) else ()
+        if isinstance(config, ViTConfig):
+            # A bias of keys, where queries, keys and values are apart.
+            self.has_key_bias, self.num_heads = config.qkv_bias != "qv", config.num_heads
+            units = config.stem or ()
+            if config.pool_norm:
+                self.names["norm"] = names["pool_norm"]
+        self.units = [(i + self.flax, j + self.flax) for i, count in enumerate(units) for j in range(count)]
 
     def keys(self, name: str) -> list[str]:
         """The keys in the file of one of our parameters, which has their rows; [] if it has no place there."""
@@ -193,12 +177,12 @@ def read_model(tensors: Tensors, config: Config, names: Names) -> State:
     """The state dict of a model of this configuration, from a file with these names. Raises UserError."""
     with torch.device("meta"):
         state = build(config).state_dict()
-    return Layout.of(config, names).read(tensors, state)
+    return Layout(names, config).read(tensors, state)
 
 
 def write_model(state: Tensors, config: Config, names: Names) -> State:
     """The tensors of a file with these names, of a model's state dict."""
-    return Layout.of(config, names).write(state)
+    return Layout(names, config).write(state)
 
 
 def check_tensors(tensors: Tensors, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -228,20 +212,23 @@ def check_values(key: str, tensor: Tensor) -> None:
 def as_plain(
     model: VisionTransformer | ResNet,
     target: str,
-    pools: tuple[Pool, ...],
+    pools: Sequence[Pool],
     representation: bool = False,
     holds: frozenset[str] = frozenset(),
+    cannot: Mapping[str, bool] = MappingProxyType({}),
 ) -> tuple[ViTConfig, State]:
     """(configuration, state dict) with one learned table of positions, which computes the same function.
 
     2-D and sine-cosine positions become such a table, and no positions become zeros unless RoPE takes their place, both
     bit for bit. target: name of the format, for errors. pools, representation, holds: what the format can hold, the
-    last as fields of ViTConfig. Raises UserError for a model that it cannot hold.
+    last as fields of ViTConfig. cannot: what else it cannot, and whether the model has it. Raises UserError for a model
+    that it cannot hold.
     """
     if isinstance(model, ResNet):
         raise UserError(f"{target} cannot hold a ResNet; format = safetensors can.")
     config, state = model.config, dict(model.state_dict())
     unsupported = {
+        **cannot,
         "axial attention": config.axial,
         "relative positions": config.positions == "relative",
         "positions that are added before every block": config.positions_at != "stem",

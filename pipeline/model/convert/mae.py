@@ -12,10 +12,10 @@ from torch import nn
 from pipeline.architecture.config import ViTConfig
 from pipeline.architecture.pixels import PerChannel
 from pipeline.base.errors import UserError
-from pipeline.model.convert import preprocessing
-from pipeline.model.convert.layouts import NAMES, DecoderFacts, Layout, State, Tensors, Weights, as_plain, write_model
+from pipeline.model.convert import huggingface_format, preprocessing
+from pipeline.model.convert.layouts import NAMES, DecoderFacts, Layout, State, Tensors, Weights
 from pipeline.model.convert.preprocessing import HALF, Json, Plain
-from pipeline.model.convert.reading import count_blocks, shape_of, sizes_of
+from pipeline.model.convert.reading import count_blocks, shape_of
 from pipeline.model.vit import Block, SelfAttention, VisionTransformer
 
 # Beginnings of the names of a decoder's tensors, in files and since transformers 5 in memory.
@@ -86,24 +86,21 @@ def to_huggingface(
     """(state dict, config.json, preprocessor_config.json) of a ViTMAEForPreTraining. Raises UserError for a model that
     it cannot hold.
     """
-    config, state = as_plain(model, "Hugging Face's ViTMAE", ("token",))
-    if config.image_size[0] != config.image_size[1]:
+    encoder, found, processor = huggingface_format.to_huggingface(model, None, view)
+    if found["model_type"] != "vit":
         raise UserError(
-            f"Hugging Face's ViTMAE reads square images, not {config.image_size[0]} x {config.image_size[1]}."
+            f"Hugging Face's ViTMAE cannot hold what {found['model_type']} has beside a plain ViT; format = safetensors"
+            " or onnx can."
         )
-    kernel, bias = "patch_embedding.weight", "patch_embedding.bias"
-    state |= {name: state[name].detach().float().clone() for name in (kernel, bias)}
-    preprocessing.fold_normalisation(state[kernel], state[bias], HALF, HALF, facts.mean, facts.std)
+    patch = NAMES["huggingface"]["patch_embedding"]
+    weight, bias = (encoder[f"{patch}.{part}"] for part in ("weight", "bias"))
+    preprocessing.fold_normalisation(weight, bias, HALF, HALF, facts.mean, facts.std)
     own = Layout(_NAMES["huggingface"]).write(decoder)
-    tensors = {f"vit.{name}": tensor for name, tensor in write_model(state, config, NAMES["huggingface"]).items()}
+    tensors = {f"vit.{name}": tensor for name, tensor in encoder.items()}
     tensors |= {f"decoder.{name}": tensor for name, tensor in own.items()}
-    found = {
+    found |= {
         "architectures": ["ViTMAEForPreTraining"],
         "model_type": "vit_mae",
-        **sizes_of(config),
-        "qkv_bias": True,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
         "mask_ratio": 0.75,
         "decoder_hidden_size": len(decoder["decoder_embed.weight"]),
         "decoder_num_hidden_layers": decoder_depth(decoder),
@@ -112,7 +109,7 @@ def to_huggingface(
         "norm_pix_loss": facts.normalise,
     }
     images = {"image_mean": list(facts.mean), "image_std": list(facts.std)}
-    return tensors, found, preprocessing.to_huggingface(view, config.image_size[0]) | images
+    return tensors, found, processor | images
 
 
 def fold_pixels(decoder: Tensors, facts: DecoderFacts, mean: PerChannel, std: PerChannel) -> State:
@@ -133,4 +130,4 @@ def fold_pixels(decoder: Tensors, facts: DecoderFacts, mean: PerChannel, std: Pe
 
 def decoder_depth(decoder: Tensors) -> int:
     """Number of blocks of a decoder with our objective's names."""
-    return len({name.split(".")[1] for name in decoder if name.startswith("decoder_blocks.")})
+    return count_blocks(decoder, _NAMES["timm"])

@@ -10,7 +10,6 @@ The keys are in tables.toml. The defaults of these projects: tanh GELU, LayerNor
 """
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +23,6 @@ from pipeline.model.convert.layouts import NAMES, State, Weights, read_model
 from pipeline.model.convert.reading import find_bit, find_config, is_bit
 from pipeline.model.files import StrPath, naming
 
-PREFIXES = ("params/img/", "params/", "opt/target/")
-TABLE = "Transformer/posembed_input/pos_embedding"
-
 
 def read_npz(path: StrPath) -> Weights:
     """Read official weights, with the configuration found in their tensors.
@@ -36,32 +32,31 @@ def read_npz(path: StrPath) -> Weights:
     """
     arrays = npz.read_arrays(Path(path), str(path))
     with naming(path):
-        return _from_arrays(arrays)
-
-
-def _from_arrays(arrays: Mapping[str, np.ndarray]) -> Weights:
-    tensors, notes = _with_known_names({key: _tensor(array) for key, array in arrays.items()})
-    if is_bit(tensors):
-        notes.append("BiT's files do not tell the image size: taken as 224")
-        bit, names = find_bit(tensors, (224, 224))
-        return Weights(bit, read_model(tensors, bit, names), {}, notes)
-    layout = _layout(tensors)
-    table = tensors.get("pos_embedding")
-    if layout == "big_vision" and "cls" in tensors and table is not None and table.ndim == 3:
-        # big_vision adds positions before the class token is put in front.
-        tensors["pos_embedding"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
-        notes.append("the class token has no position in the file: zeros")
-    without_table: Positions | None = "sincos2d" if layout == "big_vision" else None
-    config = find_config(tensors, NAMES[layout], {}, without_table)
-    if config.positions == "sincos2d":
-        notes.append("no positions in the file: sine-cosine, as big_vision's; image size taken as 224")
-    return Weights(config, read_model(tensors, config, NAMES[layout]), {}, notes)
+        tensors, notes = _with_known_names({key: _tensor(array) for key, array in arrays.items()})
+        if is_bit(tensors):
+            notes.append("BiT's files do not tell the image size: taken as 224")
+            bit, names = find_bit(tensors, (224, 224))
+            return Weights(bit, read_model(tensors, bit, names), {}, notes)
+        parts = {part for key in tensors for part in key.split("/")}
+        layout = "linen" if "Transformer/posembed_input/pos_embedding" in tensors else "big_vision"
+        if parts & {"MultiHeadDotProductAttention_1", "LayerNorm_2", "MlpBlock_3"}:
+            layout = "released"
+        table = tensors.get("pos_embedding")
+        if layout == "big_vision" and "cls" in tensors and table is not None and table.ndim == 3:
+            # big_vision adds positions before the class token is put in front.
+            tensors["pos_embedding"] = torch.cat([torch.zeros_like(table[:, :1]), table], dim=1)
+            notes.append("the class token has no position in the file: zeros")
+        without_table: Positions | None = "sincos2d" if layout == "big_vision" else None
+        config = find_config(tensors, NAMES[layout], {}, without_table)
+        if config.positions == "sincos2d":
+            notes.append("no positions in the file: sine-cosine, as big_vision's; image size taken as 224")
+        return Weights(config, read_model(tensors, config, NAMES[layout]), {}, notes)
 
 
 def _with_known_names(tensors: State) -> tuple[State, list[str]]:
     """(the tensors under the keys of tables.toml, notes)."""
     notes = []
-    prefix = next((p for p in PREFIXES if f"{p}embedding/kernel" in tensors), "")
+    prefix = next((p for p in ("params/img/", "params/", "opt/target/") if f"{p}embedding/kernel" in tensors), "")
     if prefix:
         kept = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
         if others := len(tensors) - len(kept):
@@ -78,13 +73,6 @@ def _with_known_names(tensors: State) -> tuple[State, list[str]]:
         for i, tensor in enumerate(tensors.pop(key)):
             tensors[f"Transformer/encoderblock_{i}/{key.removeprefix(stacked)}"] = tensor
     return tensors, notes
-
-
-def _layout(tensors: State) -> str:
-    parts = {part for key in tensors for part in key.split("/")}
-    if parts & {"MultiHeadDotProductAttention_1", "LayerNorm_2", "MlpBlock_3"}:
-        return "released"
-    return "linen" if TABLE in tensors else "big_vision"
 
 
 def _tensor(array: np.ndarray) -> Tensor:

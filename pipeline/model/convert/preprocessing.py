@@ -7,21 +7,20 @@ images keep theirs (`Pixels`).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipeline.architecture.pixels import RGB8, PerChannel, Pixels
+from pipeline.architecture.pixels import PerChannel
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 
 Json = Mapping[str, Any]
 Plain = dict[str, Any]
 HALF = (0.5, 0.5, 0.5)
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # DINOv2 and DeiT III were trained with these.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Pillow's filters, by number and by timm's names -> our resize_filter, if it is not "antialias". Lanczos is nearest to
@@ -47,7 +46,7 @@ class Preprocessing(NamedTuple):
 
 
 IMAGENET = Preprocessing({}, IMAGENET_MEAN, IMAGENET_STD)
-CLIP = Preprocessing({}, CLIP_MEAN, CLIP_STD)
+CLIP = Preprocessing({}, (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
 
 
 def field(content: Json, where: str, name: str, kind: Any, default: Any = None) -> Any:
@@ -57,22 +56,6 @@ def field(content: Json, where: str, name: str, kind: Any, default: Any = None) 
     """
     value = content.get(name)
     return default if value is None else json_record.convert(value, kind, where, name)
-
-
-def read_by(pixels: Pixels, images: Preprocessing | None) -> tuple[Pixels, Preprocessing | None]:
-    """(the pixels, by this mean and deviation unless they are 8-bit RGB; these of each channel, of which a file may
-    have one for all).
-
-    Raises UserError for those of another number of channels.
-    """
-    if images is None:
-        return pixels, None
-    count = pixels.num_channels
-    values = [found[:1] * count if len({*found}) == 1 else found for found in (images.mean, images.std)]
-    if {*map(len, values)} != {count}:
-        raise UserError(f"image mean {images.mean} and deviation {images.std} are not those of {count} channels.")
-    images = images._replace(mean=values[0], std=values[1])
-    return pixels if pixels == RGB8 else replace(pixels, mean=images.mean, std=images.std), images
 
 
 def from_huggingface(processor: Json) -> Preprocessing:
@@ -125,13 +108,23 @@ def from_open_clip(cfg: Json) -> Preprocessing:
         "image_size": side,
         **crop,
     }
-    return Preprocessing(view, get("mean", PerChannel, CLIP_MEAN), get("std", PerChannel, CLIP_STD))
+    return Preprocessing(view, get("mean", PerChannel, CLIP.mean), get("std", PerChannel, CLIP.std))
 
 
 def to_huggingface(view: Json, side: int) -> Plain:
     """The content of preprocessor_config.json. side: of the images, in pixels."""
     crop = {"height": side, "width": side}
-    common = {
+    kind = "ViTImageProcessor"
+    sizes: Plain = {"size": crop}
+    if view.get("eval_crop", "center") != "resize":
+        resize = eval_resize(view, (side, side))
+        is_square = view.get("eval_crop") == "resize_center"
+        size = {"height": resize, "width": resize} if is_square else {"shortest_edge": resize}
+        kind = "BitImageProcessor"
+        sizes = {"size": size, "do_center_crop": True, "crop_size": crop}
+    return {
+        "image_processor_type": kind,
+        **sizes,
         "do_resize": True,
         "resample": 3 if view.get("resize_filter") == "bicubic" else 2,
         "do_rescale": True,
@@ -140,18 +133,6 @@ def to_huggingface(view: Json, side: int) -> Plain:
         "image_mean": list(HALF),
         "image_std": list(HALF),
         "do_convert_rgb": True,
-    }
-    if view.get("eval_crop", "center") == "resize":
-        return {"image_processor_type": "ViTImageProcessor", "size": crop, **common}
-    resize = eval_resize(view, (side, side))
-    is_square = view.get("eval_crop") == "resize_center"
-    size = {"height": resize, "width": resize} if is_square else {"shortest_edge": resize}
-    return {
-        "image_processor_type": "BitImageProcessor",
-        "size": size,
-        "do_center_crop": True,
-        "crop_size": crop,
-        **common,
     }
 
 

@@ -28,8 +28,10 @@ from pipeline.model.convert import preprocessing
 from pipeline.model.convert.layouts import NAMES, TABLES, Layout, Names, State, Tensors, Weights, read_model
 from pipeline.model.convert.preprocessing import Plain, Preprocessing
 
-# GELU -> `hidden_act` of Hugging Face's config.json.
-HIDDEN_ACTS: dict[Gelu, str] = {"tanh": "gelu_pytorch_tanh", "erf": "gelu", "quick": "quick_gelu"}
+# Names of activations in configuration files -> our GELU.
+GELUS: dict[str, Gelu] = {"gelu": "erf", "gelu_tanh": "tanh", "gelu_pytorch_tanh": "tanh", "quick_gelu": "quick"}
+# GELU -> `hidden_act` of Hugging Face's config.json, of two names the last.
+HIDDEN_ACTS = {gelu: name for name, gelu in GELUS.items()}
 _PARTS = ("", ".weight", ".bias")
 
 
@@ -42,15 +44,13 @@ def find_config(tensors: Tensors, names: Names, told: Plain, without_table: Posi
     has none; None: refused.
     """
     depth = count_blocks(tensors, names)
-    layout = Layout(names, stem := find_stem(tensors, names))
+    layout, stem = Layout(names), find_stem(tensors, names)
 
     def has(name: str) -> bool:
         """Whether the file has this layer or parameter of ours, in any block for a star."""
         numbered = (name.replace("*", str(number)) + part for number in range(depth or 1) for part in _PARTS)
         return any(key in tensors for found in numbered for key in layout.keys(found)[:1])
 
-    pool_norm = has("pool_norm")
-    layout = Layout(names, stem, pool_norm=pool_norm)
     width, _, patch_size, _ = shape_of(tensors, layout, "patch_embedding.weight", 4)
     root = "patch_embedding.weight" if stem is None else "stem.root.weight"
     num_channels = 3 if layout.flax else shape_of(tensors, layout, root, 4)[1]
@@ -66,8 +66,8 @@ def find_config(tensors: Tensors, names: Names, told: Plain, without_table: Posi
     qkv = [layout.keys(f"blocks.{number}.attention.qkv.bias") for number in range(depth)]
     num_biases = max((sum(tensors[key].numel() for key in keys if key in tensors) for keys in qkv), default=0)
     biases: dict[int, QkvBias] = {0: "none", 2 * width: "qv"}
-    if layout.flax:
-        num_heads = _flax_heads(tensors, layout.keys("blocks.0.attention.qkv.weight")[0], width)
+    if layout.flax:  # where they are an axis of the kernel
+        num_heads = shape_of(tensors, layout, "blocks.0.attention.qkv.weight", 3)[1]
     else:
         num_heads = told.get("num_heads") or _usual_heads(width, depth, mlp_width, gated)
     cell = patch_size * stem_reduction(stem)
@@ -92,7 +92,7 @@ def find_config(tensors: Tensors, names: Names, told: Plain, without_table: Posi
         "mlp_bias": layout.flax or has("blocks.*.mlp.down.bias"),
         "embedding_norm": has("embedding_norm"),
         "qk_norm": has("blocks.*.attention.query_norm"),
-        "pool_norm": pool_norm,
+        "pool_norm": has("pool_norm"),
     }
     return ViTConfig(**told | found)
 
@@ -121,18 +121,18 @@ def find_stem(tensors: Tensors, names: Names) -> tuple[int, ...] | None:
 
 
 def _count_units(tensors: Tensors, names: Names) -> tuple[int, ...]:
-    pattern = _pattern(names["units"])
-    found = {(int(match[1]), int(match[2])) for key in tensors if (match := re.match(pattern, key))}
-    return tuple(count for _, count in sorted(Counter(stage for stage, _ in found).items()))
+    counts = Counter(int(stage) for stage, _ in _numbers(tensors, names["units"]))
+    return tuple(counts[stage] for stage in sorted(counts))
 
 
 def count_blocks(tensors: Tensors, names: Names) -> int:
-    return len({match[1] for key in tensors if (match := re.match(_pattern(names["blocks"]), key))})
+    return len(_numbers(tensors, names["blocks"]))
 
 
-def _pattern(template: str) -> str:
-    """The regular expression of a key's template, a group of digits for each {...} in it."""
-    return r"(\d+)".join(map(re.escape, re.split(r"\{.*?\}", template)))
+def _numbers(tensors: Tensors, template: str) -> set[tuple[str, ...]]:
+    """The digits that stand in keys for each {...} of their template."""
+    pattern = r"(\d+)".join(map(re.escape, re.split(r"\{.*?\}", template)))
+    return {match.groups() for key in tensors if (match := re.match(pattern, key))}
 
 
 def shape_of(tensors: Tensors, layout: Layout, name: str, num_axes: int) -> tuple[int, ...]:
@@ -146,14 +146,6 @@ def shape_of(tensors: Tensors, layout: Layout, name: str, num_axes: int) -> tupl
     if layout.flax and name.endswith("weight"):
         shape = (found[3], found[2], *found[:2]) if len(found) == 4 else found[::-1]
     return shape
-
-
-def _flax_heads(tensors: Tensors, query: str, width: int) -> int:
-    """Number of heads in a Flax file, where they are an axis of the query's kernel."""
-    found = tuple(tensors[query].shape) if query in tensors else ()
-    if len(found) != 3 or math.prod(found[1:]) != width:
-        raise UserError(f'"{query}" should be (D, H, D/H) with D = {width}, but is {found or "missing"}.')
-    return found[1]
 
 
 def _usual_heads(width: int, depth: int, mlp_width: int, gated: bool) -> int:
@@ -185,29 +177,6 @@ def _image_size(hint: Size | None, cell: int, layout: Layout, rows: int | None, 
     return side * cell, side * cell
 
 
-def sizes_of(config: ViTConfig) -> Plain:
-    """The fields of config.json that all families have, whose images are square."""
-    return {
-        "hidden_size": config.width,
-        "num_hidden_layers": config.depth,
-        "num_attention_heads": config.num_heads,
-        "intermediate_size": config.mlp_width,
-        "hidden_act": HIDDEN_ACTS[config.gelu],
-        "layer_norm_eps": config.layer_norm_eps,
-        "image_size": config.image_size[0],
-        "patch_size": config.patch_size,
-        "num_channels": 3,
-    }
-
-
-GELUS: dict[str, Gelu] = {
-    "gelu": "erf",
-    "gelu_tanh": "tanh",
-    "gelu_pytorch_tanh": "tanh",
-    "quick_gelu": "quick",
-}
-
-
 def read_vit(
     tensors: State,
     names: Names,
@@ -232,14 +201,22 @@ def read_vit(
 
 def with_images(config: Config, state: State, images: Preprocessing | None, extra: Plain, notes: list[str]) -> Weights:
     """The weights, whose model reads 8-bit RGB in [-1, 1]: another mean and deviation are folded into the patch
-    embedding.
+    embedding. Other images are read by them.
 
-    images: None if no file tells how they are normalised. Raises UserError for a ResNet, whose zero padding prevents
-    the folding.
+    images: None if no file tells how they are normalised. Raises UserError for a mean of another number of channels,
+    and for a ResNet, whose zero padding prevents the folding.
     """
-    pixels, images = preprocessing.read_by(config.pixels, images)
-    config, is_rgb = replace(config, pixels=pixels), pixels == RGB8
-    if is_rgb and images is None and isinstance(config, ViTConfig):
+    pixels, is_rgb = config.pixels, config.pixels == RGB8
+    if images is not None:
+        # A file may have one number for all channels.
+        count = pixels.num_channels
+        mean, std = (found[:1] * count if len({*found}) == 1 else found for found in (images.mean, images.std))
+        if {len(mean), len(std)} != {count}:
+            raise UserError(f"image mean {images.mean} and deviation {images.std} are not those of {count} channels.")
+        images = images._replace(mean=mean, std=std)
+        if not is_rgb:
+            config = replace(config, pixels=replace(pixels, mean=mean, std=std))
+    elif is_rgb and isinstance(config, ViTConfig):
         images, config = _assumed(config, state, notes)
     images = images or Preprocessing({})
     if is_rgb and (images.mean, images.std) != (preprocessing.HALF, preprocessing.HALF):

@@ -6,7 +6,6 @@ Their defaults: erf GELU, LayerNorm eps 1e-6.
 import math
 import re
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -25,6 +24,7 @@ from pipeline.model.convert.layouts import (
 )
 from pipeline.model.convert.preprocessing import Json, Plain, field
 from pipeline.model.convert.reading import (
+    HIDDEN_ACTS,
     find_bit,
     find_stem,
     gelu_of,
@@ -52,21 +52,13 @@ _JOINED = {("w1", "w2"): "fc1", ("fc1_g", "fc1_x"): "fc1", ("q", "v"): "qkv"}
 _LEFT_OUT = ("fc.", "local_cls_norm.")
 
 
-class _Rope(NamedTuple):
-    """How a model of timm rotates: two neighbouring channels at a time, but DINOv3 two that are half a head apart, as
-    ours.
-    """
-
-    base: float
-    side: int | None  # rope_side; None is DINOv3's
-    has_x_first: bool = False
-
-
-# What is in the names of timm's models with it; the last are naver-ai/rope-vit's.
-_ROPES = {
-    "dinov3|lingbot": _Rope(100.0, None),
-    r"^eva02_|_rope_reg\d": _Rope(10000.0, 16),
-    r"_rope_(ape_)?\d": _Rope(100.0, 0, True),
+# What is in the names of timm's models with RoPE -> its base, and the side of `rope_side`, None for DINOv3's. These
+# rotate two neighbouring channels at a time, but DINOv3 two that are half a head apart, as ours. The last are
+# naver-ai/rope-vit's, which have x before y.
+_ROPES: dict[str, tuple[float, int | None]] = {
+    "dinov3|lingbot": (100.0, None),
+    r"^eva02_|_rope_reg\d": (10000.0, 16),
+    r"_rope_(ape_)?\d": (100.0, 0),
 }
 
 
@@ -107,9 +99,9 @@ def from_timm(tensors: State, config: Json, notes: list[str]) -> Weights:
     for parts, joined in _JOINED.items():
         join(tensors, parts, joined)
     tensors.pop("rope_embed.periods", None)  # of the base 100 in all of DINOv3's models
-    rope = next((rope for pattern, rope in _ROPES.items() if re.search(pattern, name)), None)
+    base, side = next((rope for pattern, rope in _ROPES.items() if re.search(pattern, name)), (None, None))
     changed = [key for key in get("model_args", dict, {}) if key.startswith(("rope_", "ref_feat_"))]
-    if rope is not None and changed:
+    if base and changed:
         raise UserError(f"its model_args change the rotation ({changed[0][:100]}), which is not supported.")
 
     pools = args("global_pool", str), get("global_pool", str)
@@ -131,32 +123,32 @@ def from_timm(tensors: State, config: Json, notes: list[str]) -> Weights:
         else:
             pool = "avg"
     activation = "quick_gelu" if "quickgelu" in name else "gelu_tanh" if re.search(_BY_TANH, name) else "gelu"
-    is_of_timm = rope is not None and architecture  # though with other names than those of its ViT
+    is_of_timm = base and architecture  # though with other names than those of its ViT
     told = {
         "gelu": gelu_of(args("act_layer", str, activation)),
         "layer_norm_eps": 1e-5 if re.search("dinov3|lingbot", name) or "norm_pre.weight" in tensors else 1e-6,
         "num_heads": args("num_heads", int, 16 if name == "vit_base_patch16_gap_224" else None),
         "image_size": size,
         "kernel": "bicubic" if is_published and not is_of_timm else "bicubic_antialias",
-        "rope_base": rope and rope.base,
-        "rope_side": rope and rope.side,
+        "rope_base": base,
+        "rope_side": side,
         "layer_scale": args("init_values", float, 1.0),
         "pool": "mean" if pool == "avg" else "token",
     }
-    without_table: Positions | None = "none" if rope or args("pos_embed", str) in ("none", "") else None
+    without_table: Positions | None = "none" if base or args("pos_embed", str) in ("none", "") else None
     weights = read_vit(tensors, NAMES["timm"], told, images, extra, notes, without_table)
-    if rope is not None and rope.side is not None:
-        _exchange_channels(weights.state, weights.config, rope)
+    if side is not None:
+        _exchange_channels(weights.state, weights.config)
     return weights
 
 
-def _exchange_channels(state: State, config: Config, rope: _Rope) -> None:
+def _exchange_channels(state: State, config: Config) -> None:
     """Put the channels of queries and keys that are rotated together half a head apart, in place, and those of y first.
 
     Their order does not change what the attention computes.
     """
     assert isinstance(config, ViTConfig)
-    pairs = torch.arange(config.head_dim // 2).roll(config.head_dim // 4 if rope.has_x_first else 0)
+    pairs = torch.arange(config.head_dim // 2).roll(config.head_dim // 4 if config.rope_side == 0 else 0)
     head = torch.cat([2 * pairs, 2 * pairs + 1])
     rows = (torch.arange(0, config.width, config.head_dim)[:, None] + head).flatten()
     for name, tensor in state.items():
@@ -218,7 +210,7 @@ def to_timm(model: VisionTransformer | ResNet, classes: list[str] | None, view: 
         "class_token": config.has_class_token,
         "global_pool": {"gap": "avg", "mean": "avg"}.get(config.pool, config.pool),
         "fc_norm": config.pool_norm,
-        "act_layer": {"erf": "gelu", "tanh": "gelu_tanh", "quick": "quick_gelu"}[config.gelu],
+        "act_layer": (HIDDEN_ACTS | {"tanh": "gelu_tanh"})[config.gelu],
     }
     found = {
         "architecture": "vit_base_patch16_224",  # any ViT: the arguments override it

@@ -70,8 +70,9 @@ class Muon(torch.optim.AdamW):
         self._pieces: dict[Tensor, list[_Piece]] = {}
         # Shapes of the kernels of a flat tensor that a rank holds a part of, in the order that all ranks know.
         self._cut: dict[Tensor, dict[Kernel, tuple[int, int]]] = {}
-        # Number and shape of the kernels in a parameter.
-        self._kernels = {name: (n, kernel_shape(p, n)) for p, (name, n) in kernels.items()}
+        # Number of the kernels in a parameter, and rows and columns of each: a convolution's has a row for each output
+        # channel.
+        self._kernels = {name: (n, (p.shape[0] // n, p[0].numel())) for p, (name, n) in kernels.items()}
         self.lay_out({p: [(name, 0, p.numel(), 0)] for p, (name, _) in kernels.items()}, lambda found: [found])
 
     def lay_out(self, places: Mapping[Tensor, Iterable[Place]], gather: Callable[[Any], list[Any]]) -> None:
@@ -170,13 +171,6 @@ def _pieces(place: Place, kernels: Mapping[str, tuple[int, tuple[int, int]]]) ->
         begin, end = max(start, number * size), min(start + length, (number + 1) * size)
         if begin < end:
             yield _Piece((name, number), shape, begin - number * size, end - begin, offset + begin - start)
-
-
-def kernel_shape(parameter: Tensor, count: int) -> tuple[int, int]:
-    """(rows, columns) of each of the `count` kernels of a parameter; a convolution's has a row for each output
-    channel.
-    """
-    return parameter.shape[0] // count, parameter[0].numel()
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

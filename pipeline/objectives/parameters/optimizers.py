@@ -81,8 +81,7 @@ def matrices(model: nn.Module, decayed: set[str]) -> dict[str, int]:
 
     Those are the dense layers of its blocks, and the convolutions of a ResNet or of a hybrid's stem but the first.
     """
-    named = model.named_modules()
-    layers = {f"{name}.weight": layer for name, layer in named if isinstance(layer, (Dense, StdConv))}
+    layers = {f"{name}.weight": of for name, of in model.named_modules() if isinstance(of, (Dense, StdConv))}
     hidden = tuple(f"{BACKBONE}{part}." for part in ("blocks", "units", "stem.units"))
     return {
         name: getattr(layers[name], "num_kernels", 1)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipeline.base.errors import UserError
 from pipeline.checkpoint.sharded_tensors import stored_layer
 from pipeline.model import Model, ViTConfig
-from pipeline.model.parts import ScaledDense
+from pipeline.model.layers import ScaledDense
 
 NOTHING, FREEZE_BACKBONE, ENCODER = "none", "backbone", "encoder"
 

@@ -1,16 +1,22 @@
-"""Collective operations for a loss that compares samples of all ranks. On one rank they do nothing.
+"""Collective operations for a loss that compares samples of all ranks, and BatchNorm over all ranks with a projector
+that has it. On one rank the operations do nothing.
 
 DeepSpeed averages gradients over ranks, so a loss that is a mean over this rank's samples, computed with `gathered`
 features, has the gradient of the mean over all of them.
+
+Shapes: B samples of this rank, R rows, W width.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+import torch.nn.functional as F
+from torch import Tensor, distributed, nn
 
+_EPS = 1e-5  # Of BatchNorm, as torch's.
 _meta_ranks = 1
 
 
@@ -62,9 +68,10 @@ def gathered(tensor: Tensor) -> Tensor:
     return _Gather.apply(tensor) if _several_ranks() else tensor
 
 
-def rank() -> int:
-    """The number of this rank: its rows in what `gathered` returns begin at rank() * B."""
-    return distributed.get_rank() if distributed.is_initialized() else 0
+def own_rows(tensor: Tensor) -> Tensor:
+    """(B, ...) of this rank -> int64 (B,): the numbers of its rows in what `gathered` returns."""
+    rank = distributed.get_rank() if distributed.is_initialized() else 0
+    return rank * len(tensor) + torch.arange(len(tensor), device=tensor.device)
 
 
 def _several_ranks() -> bool:
@@ -91,3 +98,36 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return summed(gradient).chunk(distributed.get_world_size())[distributed.get_rank()]
+
+
+class StepNorm(nn.Module):
+    """BatchNorm with the statistics of this step's rows on all ranks, and no running ones: heads are only trained."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor, counted: Tensor) -> Tensor:
+        """(R, W), bool (R,): the rows that count -> (R, W). Computed in float32. Collective."""
+        rows, kept = x.float(), counted.float()
+        number = summed(kept.sum()).clamp(min=1)
+        centred = rows - total(kept @ rows) / number
+        variance = total(kept @ centred.square()) / number
+        return (centred * (variance + _EPS).rsqrt()).to(x.dtype) * self.weight + self.bias
+
+
+class Projector(nn.Module):
+    """An MLP that ends in a dense layer: dense, BatchNorm, ReLU for each hidden one. (R, W) -> (R, `width`)."""
+
+    def __init__(self, inputs: int, hidden: int, width: int, hidden_layers: int = 2) -> None:
+        super().__init__()
+        widths = [inputs, *[hidden] * hidden_layers]
+        self.layers = nn.ModuleList([nn.Linear(*pair) for pair in pairwise(widths)])
+        self.norms = nn.ModuleList([StepNorm(hidden) for _ in self.layers])
+        self.last = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor, counted: Tensor) -> Tensor:
+        """counted: bool (R,), the rows that statistics are of."""
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = F.relu(norm(layer(x), counted))
+        return self.last(x)

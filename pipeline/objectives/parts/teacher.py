@@ -1,4 +1,4 @@
-"""Published weights as a teacher: a frozen part of the module, for distill.py, distill_classes.py and gram.py.
+"""Published weights as a teacher: a frozen part of the module, for distill.py and crops.py.
 
 ZeRO divides it among the ranks at stage 3. No checkpoint holds it: a start reads its file, and a run is continued with
 the same weights only.
@@ -8,7 +8,6 @@ import hashlib
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +17,9 @@ from pipeline.architecture.pixels import PerChannel, Pixels
 from pipeline.base.errors import UserError
 from pipeline.data.loading.loader import Batch, to_device
 from pipeline.data.loading.mix import Mixing
-from pipeline.model import Config, Model, adapted, build, load, read_weights
+from pipeline.model import Model, read_weights
 from pipeline.model.files import find_file
-from pipeline.objectives.objective import Facts, Images, Inputs, Objective
+from pipeline.objectives.objective import Facts, Images, Inputs, Objective, PublishedTeacher
 from pipeline.settings.quantities import PathText
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import Settings, setting
@@ -33,52 +32,8 @@ class TeacherSettings(Settings):
     """
 
 
-class HasFrozenTeacher(Objective):
-    """An objective that may learn from published weights. A subclass says which (`published`) and what they become
-    (`teacher_adaptation`).
-    """
-
-    @classmethod
-    def published(cls, config: RunConfig) -> "PublishedTeacher | None":
-        """The weights, None for none. Raises UserError."""
-        raise NotImplementedError
-
-    @classmethod
-    def teacher_adaptation(cls, config: RunConfig, model: Config) -> dict[str, Any]:
-        """How these weights are changed, as arguments of `pipeline.model.load`. model: the backbone's. Raises
-        UserError.
-        """
-        raise NotImplementedError
-
-    @classmethod
-    def teacher_file(cls, config: RunConfig) -> tuple[Path, str, dict[str, Any]] | None:
-        published = cls.published(config)
-        return (published.file, published.digest, published.extra) if published else None
-
-    @classmethod
-    def teacher_config(cls, config: RunConfig, model: Config) -> Config | None:
-        published = cls.published(config)
-        if published is None:
-            return None
-        return adapted(published.config, published.named, **cls.teacher_adaptation(config, model))
-
-    @classmethod
-    def read_teacher(cls, config: RunConfig, model: Config) -> Model:
-        """The frozen teacher; on the meta device without its weights. model: the backbone's."""
-        published, of_teacher = cls.published(config), cls.teacher_config(config, model)
-        assert published is not None
-        assert of_teacher is not None
-        if torch.get_default_device().type == "meta":
-            teacher = build(of_teacher)
-        else:
-            teacher = load(published.file, seed=config.seed, **cls.teacher_adaptation(config, model))
-        return teacher.requires_grad_(False).eval()
-
-
-class TaughtObjective(HasFrozenTeacher):
+class TaughtObjective(Objective):
     """An objective that learns from the weights of `objective.teacher`."""
-
-    Settings = TeacherSettings
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
@@ -100,7 +55,7 @@ class TaughtObjective(HasFrozenTeacher):
             )
 
     @classmethod
-    def published(cls, config: RunConfig) -> "PublishedTeacher":
+    def published(cls, config: RunConfig) -> PublishedTeacher:
         """The weights of `objective.teacher`. Raises UserError."""
         return find_published("objective.teacher", cls.settings(config).teacher)
 
@@ -144,17 +99,6 @@ def converted(images: Tensor, own: Pixels, teacher: Pixels) -> Tensor:
 def _columns(device: torch.device, *of_channels: PerChannel) -> tuple[Tensor, ...]:
     """float32 (C, 1, 1) of each tuple of numbers, one for each channel."""
     return tuple(to_device(torch.tensor(numbers), device).view(-1, 1, 1) for numbers in of_channels)
-
-
-class PublishedTeacher(NamedTuple):
-    """named: as in the settings. file: where the weights are. extra: what stands beside them, as the names of their
-    classes. digest: SHA-256 of their configuration and tensors, whatever the format of the file."""
-
-    named: str
-    file: Path
-    config: Config
-    extra: dict[str, Any]
-    digest: str
 
 
 @cache

@@ -1,4 +1,6 @@
-"""Gram anchoring (DINOv3, Siméoni et al., arXiv 2508.10104, section 4.2): patches stay as similar to one another as in
+"""Random crops of an image, which SimCLR, DINO and LeJEPA compare, and Gram anchoring of the last two.
+
+Gram anchoring (DINOv3, Siméoni et al., arXiv 2508.10104, section 4.2): patches stay as similar to one another as in
 the weights that a run began with.
 
 Long training, and training on other images, improves the feature of an image and worsens those of its patches. Their
@@ -10,6 +12,8 @@ The anchor may read the crop at a higher resolution (section 4.3).
 Shapes: B batch, G large views, N patches, D width of the backbone.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -23,17 +27,26 @@ from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.mix import Mixing
 from pipeline.data.loading.views import Views, undistorted
 from pipeline.model import Config, Model, ViTConfig
-from pipeline.objectives.objective import Facts, Images, Inputs, Metrics, Objective, mean_of_valid
-from pipeline.objectives.parts.local_views import ComparesViews, LocalViewSettings
-from pipeline.objectives.parts.teacher import HasFrozenTeacher, PublishedTeacher, find_published
-from pipeline.settings.quantities import ImageSize
-from pipeline.settings.run import RunConfig
-from pipeline.settings.schema import setting
+from pipeline.objectives.objective import Facts, Images, Inputs, Metrics, Objective, PublishedTeacher, mean_of_valid
+from pipeline.objectives.parts.teacher import find_published
+from pipeline.settings.quantities import MAX_SIDE, ImageSize
+from pipeline.settings.run import AugmentConfig, RunConfig
+from pipeline.settings.schema import Settings, setting
 
 ANCHORED = "anchored"  # The fact that holds the large views as the anchor reads them.
+# The `embedding_std` that is called a collapse.
+_SAME = 0.05
 
 
-class GramSettings(LocalViewSettings):
+class ViewSettings(Settings):
+    local_views: int = setting(8, min=0, max=100)
+    """Number of small views of each image."""
+    local_size: int = setting(96, min=1, max=MAX_SIDE, needs="local_views")
+    """Side of the small views in pixels."""
+    local_area_max: float = setting(0.4, min=0.05, max=1, needs="local_views")
+    """Small views: largest share of the image's area, of which 0.05 is the smallest; of large views augment.area_min
+    is.
+    """
     gram_weight: NonNegativeFloat = 0.0
     """Weight of Gram anchoring, which keeps the similarities between the patches of a large view as in init.weights; 2
     in DINOv3, 0: off.
@@ -43,11 +56,36 @@ class GramSettings(LocalViewSettings):
     that in DINOv3.
     """
 
+    def small_views(self, augment: AugmentConfig) -> tuple[Views, ...]:
+        local = replace(augment, area_min=0.05, area_max=self.local_area_max)
+        return (Views(self.local_views, self.local_size, local),) if self.local_views else ()
 
-class GramAnchored(ComparesViews, HasFrozenTeacher):
-    """An objective that compares views and can be anchored. Its settings are `GramSettings`, its `views` end with
-    `anchored_views`, its `values` begin with those of this class, and its `loss` calls `anchor_patches` first and
-    `with_gram` last.
+
+class ComparesCrops(Objective):
+    """An objective that compares random crops of an image. It logs `embedding_std`."""
+
+    # What prevents that all features become the same: the end of a sentence.
+    remedy = ""
+
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        super().check(config)
+        if config.augment.crop not in ("inception", "random_resized"):
+            raise UserError(
+                f"train.loss = {config.train.loss} needs random crops: augment.crop = {config.augment.crop} must be"
+                " random_resized or inception."
+            )
+
+    def collapse(self, values: Mapping[str, float]) -> str:
+        std = values["embedding_std"]
+        same = f"the features of all images are nearly the same (embedding_std {std:.3f}); {self.remedy}"
+        return same if std < _SAME else ""
+
+
+class GramAnchored(ComparesCrops):
+    """An objective that compares large and small crops and can be anchored. Its settings are `ViewSettings`, its
+    `views` end with `anchored_views`, its `values` begin with those of this class, and its `loss` calls
+    `anchor_patches` first and `with_gram` last.
     """
 
     given: Any  # Its settings, which a subclass sets.
@@ -56,13 +94,13 @@ class GramAnchored(ComparesViews, HasFrozenTeacher):
     @classmethod
     def anchored_views(cls, config: RunConfig, large: int) -> tuple[Views, ...]:
         """What the anchor sees. large: number of large views, which are the first ones."""
-        given: GramSettings = cls.settings(config)
+        given: ViewSettings = cls.settings(config)
         size = given.gram_size or config.model.image_size
         return (Views(large, size, undistorted(config.augment), repeats=0),) if given.gram_weight else ()
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
-        given: GramSettings = cls.settings(config)
+        given: ViewSettings = cls.settings(config)
         if given.gram_weight and not config.init.weights:
             raise UserError(
                 f"objective.gram_weight = {given.gram_weight} keeps similarities as they are in init.weights, which is"
@@ -78,8 +116,15 @@ class GramAnchored(ComparesViews, HasFrozenTeacher):
 
     @classmethod
     def check_backbone(cls, config: RunConfig, model: Config) -> None:
-        super().check_backbone(config, model)
-        given: GramSettings = cls.settings(config)
+        given: ViewSettings = cls.settings(config)
+        if given.local_views and isinstance(model, ViTConfig):
+            size = given.local_size
+            if size % model.patch_pixels:
+                raise UserError(
+                    f"objective.local_size = {size} is not divisible by patches of {model.patch_pixels} pixels."
+                )
+            if model.grid_at(size, size) != model.grid:
+                model.check_any_grid()
         if not given.gram_weight:
             return
         if not isinstance(model, ViTConfig):
