@@ -9,11 +9,9 @@ from data_tools.sources.layouts import archive, cifar, imagenet1k, imagenet21k, 
 from data_tools.sources.layouts.parquet import holds_images
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import INFO
-from pipeline.data.storage.bucket import AnyPath, file_size
+from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.settings.commands.data import ShardConfig
-
-_MEMBERS_TO_LOOK_AT = 16
 
 
 def detect_layout(source: AnyPath, config: ShardConfig) -> str:
@@ -28,10 +26,8 @@ def detect_layout(source: AnyPath, config: ShardConfig) -> str:
         return "archive"
     if webdataset.is_shard(source):
         return "webdataset"
-    with source.open("rb") as file:
-        members = itertools.islice(archive.tar_members(file, 0, file_size(source)), _MEMBERS_TO_LOOK_AT)
-        names = {member.name.rpartition("/")[2] for member in members}
-    if cifar.is_cifar(names):
+    first = itertools.islice(archive.members(source), archive.MEMBERS_TO_LOOK_AT)
+    if cifar.is_cifar({member.name.rpartition("/")[2] for member in first}):
         return "cifar"
     return "imagenet21k" if imagenet21k.is_tar_of_tars(source) else "archive"
 

@@ -33,6 +33,8 @@ _UNICODE_NAME, _CODE_PAGE = (
 # Suffix of cached lists of a tar's members (imagenet21k.py).
 LIST = ".members"
 _BLOCK = 512
+# Of an archive, to tell its layout.
+MEMBERS_TO_LOOK_AT = 16
 
 
 class Member(NamedTuple):

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_tools.sources.labels import ClassNumbers, read_names
-from data_tools.sources.layouts.archive import damage_named, tar_members
+from data_tools.sources.layouts.archive import damage_named, members
 from data_tools.sources.listing import Collector
 from data_tools.sources.reader import PIXELS, read_at
 from pipeline.base.errors import UserError
 from pipeline.base.words import printable
-from pipeline.data.storage.bucket import AnyPath, file_size, walk_files
+from pipeline.data.storage.bucket import AnyPath, walk_files
 from pipeline.settings.commands.data import ShardConfig
 
 SPLITS = {"train": "train", "test": "test"}
@@ -79,12 +79,11 @@ def _files(source: AnyPath) -> Iterator[_BatchFile]:
         for path, size, _ in walk_files(source):
             yield _BatchFile(path.name, path, 0, size)
         return
-    with source.open("rb") as file:
-        for name, is_folder, offset, size, fault, *_ in tar_members(file, 0, file_size(source)):
-            if fault:  # One file holds thousands of images: not an item to skip.
-                raise tarfile.ReadError(f"{printable(name)}: {fault}")
-            if not is_folder:
-                yield _BatchFile(name.rpartition("/")[2], source, offset, size)
+    for name, is_folder, offset, size, fault, *_ in members(source):
+        if fault:  # One file holds thousands of images: not an item to skip.
+            raise tarfile.ReadError(f"{printable(name)}: {fault}")
+        if not is_folder:
+            yield _BatchFile(name.rpartition("/")[2], source, offset, size)
 
 
 def _class_names(files: dict[str, _BatchFile], label_names: str) -> list[str]:

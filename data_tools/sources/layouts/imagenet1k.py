@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.sources.labels import ClassNumbers, read_names
-from data_tools.sources.layouts.archive import damage_named, tar_members
+from data_tools.sources.layouts.archive import damage_named, members
 from data_tools.sources.layouts.imagenet21k import is_tar_of_tars, walk_tar
 from data_tools.sources.listing import NOT_UTF8, Collector
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
-from pipeline.data.storage.bucket import AnyPath, file_size, is_utf8
+from pipeline.data.storage.bucket import AnyPath, is_utf8
 from pipeline.process.installed import read_lines
 from pipeline.settings.commands.data import ShardConfig
 from pipeline.settings.quantities import whole_number
@@ -48,17 +48,16 @@ def _walk_flat(path: AnyPath, split: str, config: ShardConfig, collector: Collec
             f"{path} holds images without classes: val_labels=FILE names them, a file of lines 'filename wnid', "
             "ILSVRC2012_validation_ground_truth.txt of the development kit, beside its meta.mat, or ReaL's real.json."
         )
-    with path.open("rb") as file:
-        members = []
-        for name, is_folder, offset, size, fault, *_ in tar_members(file, 0, file_size(path)):
-            if fault or not is_utf8(name):
-                collector.skip(f"{path.name}: {name}", fault or NOT_UTF8)
-            elif not is_folder:
-                members.append((name.rpartition("/")[2].partition(".")[0], name, offset, size))
-    members.sort()
+    images = []
+    for name, is_folder, offset, size, fault, *_ in members(path):
+        if fault or not is_utf8(name):
+            collector.skip(f"{path.name}: {name}", fault or NOT_UTF8)
+        elif not is_folder:
+            images.append((name.rpartition("/")[2].partition(".")[0], name, offset, size))
+    images.sort()
     container = collector.add_container(path)
-    classes = _classes([stem for stem, *_ in members], config, collector)
-    for (stem, name, offset, size), names in zip(members, classes, strict=True):
+    classes = _classes([stem for stem, *_ in images], config, collector)
+    for (stem, name, offset, size), names in zip(images, classes, strict=True):
         if names:
             collector.sample(split, f"{names[0]}/{stem}", names, name, container, offset, size)
 

@@ -19,7 +19,7 @@ from pipeline.base.errors import UserError
 from pipeline.base.words import counted, printable
 from pipeline.data.loading.decode import is_hidden
 from pipeline.data.storage.atomic import replacing
-from pipeline.data.storage.bucket import AnyPath, BucketPath, file_size, name_inside, walk_files
+from pipeline.data.storage.bucket import AnyPath, BucketPath, name_inside, walk_files
 from pipeline.settings.commands.data import ShardConfig
 
 # pyarrow's S3 client has 25 connections. _AT_ONCE bounds the lists in memory.
@@ -39,10 +39,9 @@ class _ClassTar(NamedTuple):
 
 def is_tar_of_tars(source: AnyPath) -> bool:
     """Whether the first file in a tar, hidden ones apart, is itself a tar."""
-    with source.open("rb") as file:
-        for member in archive.tar_members(file, 0, file_size(source)):
-            if not member.is_folder and not is_hidden(member.name.rpartition("/")[2]):
-                return member.name.endswith(".tar")
+    for member in archive.members(source):
+        if not member.is_folder and not is_hidden(member.name.rpartition("/")[2]):
+            return member.name.endswith(".tar")
     return False
 
 
@@ -79,17 +78,16 @@ def walk_tar(source: AnyPath, staging: AnyPath, collector: Collector, inside: st
     container = collector.add_container(source)
 
     def tars() -> Iterator[_ClassTar]:
-        with source.open("rb") as file:
-            for name, is_folder, offset, size, fault, *_ in archive.tar_members(file, 0, file_size(source)):
-                # Not the ._n01440764.tar beside a class's tar, in a tar made on a Mac.
-                is_tar = name.endswith(".tar") and not is_hidden(name.rpartition("/")[2])
-                if fault and is_tar:
-                    # It holds a whole class: not an item to skip.
-                    raise tarfile.ReadError(f"{printable(name)}: {fault}")
-                if not is_folder and is_tar:
-                    yield _ClassTar(inside + name, source, offset, offset + size, container)
-                elif not is_folder:
-                    collector.file(inside + name, container, offset, size, fault=fault)
+        for name, is_folder, offset, size, fault, *_ in archive.members(source):
+            # Not the ._n01440764.tar beside a class's tar, in a tar made on a Mac.
+            is_tar = name.endswith(".tar") and not is_hidden(name.rpartition("/")[2])
+            if fault and is_tar:
+                # It holds a whole class: not an item to skip.
+                raise tarfile.ReadError(f"{printable(name)}: {fault}")
+            if not is_folder and is_tar:
+                yield _ClassTar(inside + name, source, offset, offset + size, container)
+            elif not is_folder:
+                collector.file(inside + name, container, offset, size, fault=fault)
 
     _walk_classes(source, tars(), staging, collector)
 

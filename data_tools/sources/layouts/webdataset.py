@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, BinaryIO
 
 from data_tools.sources.labels import ClassNumbers, read_names, refuse_other_names
-from data_tools.sources.layouts.archive import Member, damage_named, tar_members
+from data_tools.sources.layouts.archive import MEMBERS_TO_LOOK_AT, Member, damage_named, members, tar_members
 from data_tools.sources.listing import NOT_UTF8, Collector
 from data_tools.sources.reader import read_at
 from data_tools.sources.split_files import split_files
@@ -31,7 +31,6 @@ _NO_LABEL_IN_JSON = f".json: no whole numbers under any of {', '.join(_LABEL_KEY
 _NO_IMAGE = "no image beside it; the files of a sample follow one another, as 1.jpg 1.cls 2.jpg 2.cls"
 _OTHER_NAME = "an extension begins at the first dot of a name; that of a sample's image is jpg, png, ... alone"
 _TWICE = "a second file of this name in a sample; webdataset refuses such tars"
-_MEMBERS_TO_LOOK_AT = 16
 # How many tars, and samples of each, are looked at to see what samples are.
 _PROBED_TARS, _PROBED_SAMPLES = 8, 6
 # Names that tools such as img2dataset give to shards: 00000.tar, train-000000.tar.
@@ -113,9 +112,8 @@ def known_class_names(source: AnyPath, files: list[tuple[str, str, AnyPath]], la
 
 def is_shard(path: AnyPath) -> bool:
     """Whether there are labels or captions (.cls, .json) among the first members of a tar."""
-    with path.open("rb") as file:
-        members = list(itertools.islice(tar_members(file, 0, file_size(path)), _MEMBERS_TO_LOOK_AT))
-    return any(split_name(member.name)[1] in ("cls", "json") for member in members if not member.is_folder)
+    first = itertools.islice(members(path), MEMBERS_TO_LOOK_AT)
+    return any(split_name(member.name)[1] in ("cls", "json") for member in first if not member.is_folder)
 
 
 def is_numbered(path: AnyPath) -> bool:
@@ -126,8 +124,8 @@ def is_numbered(path: AnyPath) -> bool:
 def complete_samples(file: BinaryIO, path: AnyPath) -> Iterator[TarSample]:
     """Yields what `samples_of` does, in tar order. Raises UserError when the tar is damaged."""
     with damage_named(path, tarfile.TarError):
-        members = tar_members(file, 0, file_size(path))
-        yield from samples_of((member for member in members if not member.is_folder), partial(read_at, file))
+        files = (member for member in tar_members(file, 0, file_size(path)) if not member.is_folder)
+        yield from samples_of(files, partial(read_at, file))
 
 
 def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> Iterator[TarSample]:
