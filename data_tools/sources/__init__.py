@@ -1,7 +1,7 @@
 """Lists the images of a raw source (`list_source`) and reads their bytes (`Reader`).
 
 A source in any layout becomes the same `Listing`, so the same images give the same shards whether they come as a folder
-or as a tar. layouts/ holds one file for each layout; detect.py chooses one for layout=auto. Imports pipeline.data and
+or as a tar. layouts/ holds one file for each layout, and chooses one for layout=auto. Imports pipeline.data and
 progress.py; used by the other folders of data_tools.
 """
 
@@ -11,8 +11,7 @@ from dataclasses import replace
 import pyarrow as pa
 
 from data_tools.progress import ProgressMeter
-from data_tools.sources.detect import detect_layout, is_table
-from data_tools.sources.layouts import LAYOUTS, archive
+from data_tools.sources.layouts import LAYOUTS, archive, detect_layout, is_table
 from data_tools.sources.listing import LISTED, Collector, Listing
 from data_tools.sources.reader import Reader
 from pipeline.base.errors import UserError

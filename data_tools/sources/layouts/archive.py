@@ -30,7 +30,7 @@ _UNICODE_NAME, _CODE_PAGE = (
     0x800,
     "cp437",
 )  # The flag of a member whose name is in UTF-8; what its name is in without it.
-# Suffix of cached lists of a tar's members (imagenet21k.py).
+# Suffix of cached lists of a tar's members (imagenet.py).
 LIST = ".members"
 _BLOCK = 512
 # Of an archive, to tell its layout.
