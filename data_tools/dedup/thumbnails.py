@@ -15,9 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from data_tools.dedup.near_copies import SIDE, is_plain, thumbnail
-from data_tools.driver import remove_leftovers
 from data_tools.sources.reader import lost_if_unreadable, read_thumbnail
-from data_tools.tasks import refuse_unseen, tasks_on_cluster
+from data_tools.tasks import refuse_unseen, remove_leftovers, tasks_on_cluster
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import npz
 from pipeline.base.errors import UserError

@@ -16,7 +16,6 @@ from pathlib import Path
 import cv2
 import pyarrow as pa
 
-from data_tools.driver import remove_leftovers
 from data_tools.sharding.copies import copy_notes, exact_copies
 from data_tools.sharding.holdout import describe_groups
 from data_tools.sharding.kinds import pixels_of
@@ -28,7 +27,7 @@ from data_tools.sources.layouts.webdataset import complete_samples, first_sample
 from data_tools.sources.listing import reasons
 from data_tools.sources.reader import lost_if_unreadable, read_at, refuse_large
 from data_tools.sources.split_files import PARTS, PLAN, split_files
-from data_tools.tasks import refuse_unseen, tasks_on_cluster
+from data_tools.tasks import refuse_unseen, remove_leftovers, tasks_on_cluster
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.locks import only_writer

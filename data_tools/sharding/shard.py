@@ -13,7 +13,6 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from data_tools.driver import remove_leftovers
 from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained
 from data_tools.sharding.copies import copy_notes, exact_copies
 from data_tools.sharding.holdout import describe_groups, groups_of, hold_out, with_groups
@@ -34,7 +33,7 @@ from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import remove_unpacked
 from data_tools.sources.listing import Skipped, reasons
 from data_tools.sources.split_files import PARTS, PLAN
-from data_tools.tasks import tasks_on_cluster
+from data_tools.tasks import remove_leftovers, tasks_on_cluster
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
