@@ -17,8 +17,8 @@ import cv2
 import pyarrow as pa
 
 from data_tools.sharding.copies import copy_notes, exact_copies
-from data_tools.sharding.holdout import describe_groups
 from data_tools.sharding.kinds import pixels_of
+from data_tools.sharding.selection import describe_groups
 from data_tools.sharding.shard import SKIPPED, print_summary, resolve, write_table
 from data_tools.sharding.values import check_range, measure_values
 from data_tools.sharding.write_shard import Done, as_rows, load_part, read_rows, write_part

@@ -13,13 +13,21 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained
 from data_tools.sharding.copies import copy_notes, exact_copies
-from data_tools.sharding.holdout import describe_groups, groups_of, hold_out, with_groups
 from data_tools.sharding.kinds import join_channels, source_pixels, split_pages
 from data_tools.sharding.plan import PlannedShard, make_plan
+from data_tools.sharding.selection import (
+    apply_rules,
+    describe_groups,
+    describe_targets,
+    groups_of,
+    hold_out,
+    odd_classes,
+    readable_names,
+    refuse_untrained,
+    with_groups,
+)
 from data_tools.sharding.source_table import SOURCE_TABLE, difference, few, mark_changed, save
-from data_tools.sharding.targets import describe_targets
 from data_tools.sharding.values import check_range, measure_values
 from data_tools.sharding.write_shard import (
     Done,
@@ -114,11 +122,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         if to_compare:
             print(f"{to_compare}: their bytes are compared with those in the shards", flush=True)
         split = hold_out(listing, config)
-        for note in [
-            *describe_groups(groups_of(split)),
-            *odd_classes(split),
-            *describe_targets(split),
-        ]:
+        for note in (*describe_groups(groups_of(split)), *odd_classes(split), *describe_targets(split)):
             print(note)
 
         pixels = source_pixels(listing, config)

@@ -114,8 +114,10 @@ def _detect_in_folder(source: AnyPath, splits: dict[str, str]) -> str:
         return "parquet"
     # `splits` may name folders or prefixes of file names.
     first = source / next(iter(splits.values()))
-    for tar in itertools.chain(first.glob("*.tar"), source.glob("*.tar")):
-        if tar.is_file():
+    for place in (first, source):
+        for tar in place.glob("*.tar"):
+            if not tar.is_file():
+                continue
             if webdataset.is_shard(tar):
                 return "webdataset"
             if webdataset.is_numbered(tar):
