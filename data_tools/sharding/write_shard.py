@@ -87,19 +87,12 @@ class Done:
     num_classes: int = 0
 
 
-@dataclass(frozen=True)
-class PlannedJob:
-    """A job whose images are those of the shard `number` of the plan (`read_images`). root: see `Listing`."""
-
-    job: ShardingJob
-    number: int
-    root: AnyPath
-
-
-def write_planned(planned: PlannedJob) -> Done:
-    """Ray task: `write_shard` of a shard of the plan."""
-    job = planned.job
-    return write_shard(replace(job, images=read_images(to_path(job.out), planned.number, planned.root)))
+def write_planned(planned: tuple[ShardingJob, int, AnyPath]) -> Done:
+    """Ray task: `write_shard` of (a job, the number of its shard in the plan, which has its images, and the root, see
+    `Listing`).
+    """
+    job, number, root = planned
+    return write_shard(replace(job, images=read_images(to_path(job.out), number, root)))
 
 
 def write_shard(job: ShardingJob) -> Done:
