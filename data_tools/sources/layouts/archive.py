@@ -104,7 +104,10 @@ def damage_named(source: object, *kinds: type[Exception]) -> Iterator[None]:
         # Storage errors have an errno; EINVAL results from a damaged offset.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
-        raise UserError(f"{source} is damaged ({on_one_line(error)[:200]}). Fetch it again.") from None
+        raise UserError(
+            f"{source} is damaged ({on_one_line(error)[:200]}). Fetch it again; a table of your own has to be"
+            " correct, and in UTF-8."
+        ) from None
 
 
 def staged_path(source: AnyPath, staging: AnyPath, suffix: str) -> AnyPath:
