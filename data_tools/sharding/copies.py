@@ -30,7 +30,8 @@ def exact_copies(dataset: Dataset, exclude: str) -> dict[str, SplitCopies]:
     for split in sorted(dataset.splits, key=lambda name: name == "train"):
         index = dataset.index(split)
         rows = np.delete(np.arange(len(index)), excluded_rows(dataset, split, exclude)[0])
-        digests = _first_halves(index.hashes[:])[rows]
+        # The first halves of hashes: that two of 100 million images agree by chance has a probability of 0.03 %.
+        digests = np.ascontiguousarray(index.hashes[:]).view(np.uint64)[::2][rows]
         there, counts = np.unique(digests, return_counts=True)
         repeated = np.flatnonzero(np.isin(digests, there[counts > 1]))
         labels = defaultdict[int, list[bytes]](list)
@@ -41,11 +42,6 @@ def exact_copies(dataset: Dataset, exclude: str) -> dict[str, SplitCopies]:
         earlier[split] = there
         found[split] = SplitCopies(num_differ, in_splits)
     return {split: found[split] for split in dataset.splits}
-
-
-def _first_halves(hashes: np.ndarray) -> np.ndarray:
-    """(n,) uint64: that two of 100 million images agree by chance has a probability of 0.03 %. hashes: (n,) V16."""
-    return np.ascontiguousarray(hashes).view(np.uint64)[::2]
 
 
 def copy_notes(dataset: Dataset, found: dict[str, SplitCopies]) -> list[str]:

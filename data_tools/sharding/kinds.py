@@ -329,22 +329,19 @@ def joined(files: list[bytes | None], pixels: Pixels, config: ShardConfig) -> Sh
         if data is None:
             continue
         stored = stored_image(data)
-        values, missing = stored.page(0)
-        pages.append(_with_nodata(values, missing, pixels))
+        pages.append(_with_nodata(*stored.page(0), pixels))
         unread |= left_out(stored, pixels if config.to_rgb8 else None)
     if len({(page.shape, page.dtype) for page in pages}) > 1:
         shown = ", ".join(f"{page.shape[1]} x {page.shape[0]} {page.dtype}" for page in pages)
         raise DecodeError(f"its channels differ in size or type: {shown}")
+    values = np.concatenate(pages, axis=2)
+    height, width, num_channels = values.shape
     if config.to_rgb8:
-        values = np.concatenate(pages, axis=2)
-        return ShardImage(
-            png(_to_rgb8(values, [""] * values.shape[2], stored)), "png", stored.width, stored.height, unread
-        )
+        return ShardImage(png(_to_rgb8(values, [""] * num_channels, stored)), "png", width, height, unread)
     of_file = pixels.num_channels // len(files)
     lacking = [place for place in range(pixels.num_channels) if files[place // of_file] is None]
     description = describe_channels(pixels.channels, lacking) if config.missing_channels == "mean" else ""
-    height, width, _ = pages[0].shape
-    return ShardImage(to_tiff(np.concatenate(pages, axis=2), description), "tiff", width, height, unread)
+    return ShardImage(to_tiff(values, description), "tiff", width, height, unread)
 
 
 def _with_nodata(values: np.ndarray, missing: np.ndarray | None, pixels: Pixels) -> np.ndarray:

@@ -20,8 +20,6 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import pyarrow as pa
-
 from data_tools.sources.layouts import (
     archive,
     cifar,
@@ -75,9 +73,14 @@ def detect_layout(source: AnyPath, config: ShardConfig) -> str:
     if source.is_dir():
         return _detect_in_folder(source, config.splits)
     if is_table(source):
-        return (
-            "list" if source.suffix != ".parquet" or _is_list(open_parquet(source).schema_arrow, config) else "parquet"
+        if source.suffix != ".parquet":
+            return "list"
+        schema = open_parquet(source).schema_arrow
+        has_images = config.image_column in schema.names and parquet.holds_images(
+            schema.field(schema.names.index(config.image_column)).type
         )
+        # Beside images, paths are often those that the files once had.
+        return "list" if config.path_column in schema.names and not has_images else "parquet"
     if archive.kind(source) == "zip":
         return "archive"
     if webdataset.is_shard(source):
@@ -86,14 +89,6 @@ def detect_layout(source: AnyPath, config: ShardConfig) -> str:
     if cifar.is_cifar({member.name.rpartition("/")[2] for member in first}):
         return "cifar"
     return "imagenet21k" if imagenet.is_tar_of_tars(source) else "archive"
-
-
-def _is_list(schema: pa.Schema, config: ShardConfig) -> bool:
-    """Whether a table has paths but no images. Beside images, paths are often those that the files once had."""
-    names = schema.names
-    return config.path_column in names and not (
-        config.image_column in names and parquet.holds_images(schema.field(names.index(config.image_column)).type)
-    )
 
 
 def _detect_in_folder(source: AnyPath, splits: dict[str, str]) -> str:
@@ -120,7 +115,7 @@ def _detect_in_folder(source: AnyPath, splits: dict[str, str]) -> str:
                 continue
             if webdataset.is_shard(tar):
                 return "webdataset"
-            if webdataset.is_numbered(tar):
+            if webdataset.NUMBERED.fullmatch(tar.name):
                 raise UserError(
                     f"{source}: is {tar.name} a shard of images without labels (layout=webdataset), or does each tar"
                     " hold the images of a class (layout=imagenet21k)? Say which."

@@ -59,17 +59,9 @@ def is_tar_of_tars(source: AnyPath) -> bool:
 
 
 def walk_21k(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Collector) -> None:
-    """Report the members of every class's tar to the collector. (A zip is read as one of class folders.)"""
-    if source.is_dir():
-        _walk_folder(source, staging, collector)
-    elif archive.kind(source) == "zip":
-        archive.walk(source, collector)
-    else:
-        _walk_tar(source, staging, collector)
-
-
-def _walk_folder(source: AnyPath, staging: AnyPath, collector: Collector) -> None:
-    """Report the members of every tar below source to the collector. Raises UserError with the damaged tars."""
+    """Report the members of every class's tar to the collector. (A zip is read as one of class folders.) Raises
+    UserError with the damaged tars.
+    """
 
     def tars() -> Iterator[_ClassTar]:
         for path, size, mtime in sorted(walk_files(source), key=lambda file: str(file[0])):
@@ -80,7 +72,12 @@ def _walk_folder(source: AnyPath, staging: AnyPath, collector: Collector) -> Non
             else:
                 collector.file(name, -1, 0, size, mtime=mtime)
 
-    _walk_classes(source, tars(), staging, collector)
+    if source.is_dir():
+        _walk_classes(source, tars(), staging, collector)
+    elif archive.kind(source) == "zip":
+        archive.walk(source, collector)
+    else:
+        _walk_tar(source, staging, collector)
 
 
 def _walk_tar(source: AnyPath, staging: AnyPath, collector: Collector, inside: str = "") -> None:
