@@ -5,13 +5,11 @@ Both are written as class folders, a layout that `launch/shard.py` reads.
 
 import hashlib
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import cv2
 import numpy as np
 
-Points = list[tuple[float, float]]
 # Shapes are drawn larger and then reduced, for smooth edges.
 _OVERSAMPLING = 4
 _SIZE = 32  # Side of an image in pixels.
@@ -24,10 +22,10 @@ def make_shapes(folder: Path, num_per_class: int, seed: int = 0) -> None:
     Only the outline depends on the class: colours (light on dark), background, position, size, angle and noise are
     random. An image is a function of (seed, class, number), so a larger num_per_class does not change the first ones.
     """
-    for label, (name, draw) in enumerate(SHAPES.items()):
+    for label, (name, contours) in enumerate(SHAPES.items()):
         (folder / name).mkdir(parents=True, exist_ok=True)
         for number in range(num_per_class):
-            picture = _picture(draw, np.random.default_rng([seed, label, number]))
+            picture = _picture(contours, np.random.default_rng([seed, label, number]))
             _write(folder / name / f"{number:05d}.png", picture)
 
 
@@ -49,7 +47,7 @@ def make_digits(folder: Path) -> None:
         _write(target / f"{number:04d}.png", cv2.cvtColor(large, cv2.COLOR_GRAY2BGR))
 
 
-def _picture(draw: Callable[[], list[Points]], rng: np.random.Generator) -> np.ndarray:
+def _picture(contours: list[np.ndarray], rng: np.random.Generator) -> np.ndarray:
     """(32, 32, 3) uint8: one shape on a shaded background, with noise."""
     side = _SIZE * _OVERSAMPLING
     back, fore = rng.uniform(0, 110, 3), rng.uniform(150, 255, 3)  # Light on dark, like the digits.
@@ -61,55 +59,52 @@ def _picture(draw: Callable[[], list[Points]], rng: np.random.Generator) -> np.n
     angle = rng.uniform(0, 2 * math.pi)
     turn = radius * np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
     # fillPoly uses the even-odd rule: a contour inside another is a hole.
-    contours = [np.rint(np.array(points) @ turn.T + middle).astype(np.int32) for points in draw()]
+    turned = [np.rint(points @ turn.T + middle).astype(np.int32) for points in contours]
     mask = np.zeros((side, side), np.uint8)
-    cv2.fillPoly(mask, contours, 255)
+    cv2.fillPoly(mask, turned, 255)
     cover = cv2.resize(mask, (_SIZE, _SIZE), interpolation=cv2.INTER_AREA)[..., None] / 255
 
     picture = canvas * (1 - cover) + fore * cover + rng.normal(0, rng.uniform(0, 12), (_SIZE, _SIZE, 3))
     return picture.clip(0, 255).astype(np.uint8)
 
 
-def _polygon(corners: int, inner: float = 0.0) -> Points:
+def _polygon(corners: int, inner: float = 0.0) -> np.ndarray:
     """A regular polygon of radius 1; with `inner`, a star whose inner corners have that radius."""
     num_points = corners * (2 if inner else 1)
     radii = [inner if inner and k % 2 else 1.0 for k in range(num_points)]
     angles = [2 * math.pi * k / num_points for k in range(num_points)]
-    return [(r * math.cos(a), r * math.sin(a)) for r, a in zip(radii, angles, strict=True)]
+    return np.array([(r * math.cos(a), r * math.sin(a)) for r, a in zip(radii, angles, strict=True)])
 
 
-def _scaled(points: Points, factor: float) -> Points:
-    return [(x * factor, y * factor) for x, y in points]
-
-
-def _cross(arm: float = 0.32) -> Points:
+def _cross(arm: float = 0.32) -> np.ndarray:
     quarter = [(1.0, -arm), (1.0, arm), (arm, arm)]
     points = []
     for _ in range(4):
         points += quarter
         quarter = [(-y, x) for x, y in quarter]
-    return points
+    return np.array(points)
 
 
-def _heart() -> Points:
+def _heart() -> np.ndarray:
     a = np.linspace(0, 2 * math.pi, 60, endpoint=False)
     across = 16 * np.sin(a) ** 3
     down = -13 * np.cos(a) + 5 * np.cos(2 * a) + 2 * np.cos(3 * a) + np.cos(4 * a)
-    return _scaled(list(zip(across.tolist(), down.tolist(), strict=True)), 1 / 17)
+    return np.stack([across, down], 1) * (1 / 17)
 
 
-# Name -> contours in the unit circle.
-SHAPES: dict[str, Callable[[], list[Points]]] = {
-    "bar": lambda: [[(-1, -0.25), (1, -0.25), (1, 0.25), (-1, 0.25)]],
-    "circle": lambda: [_polygon(60)],
-    "cross": lambda: [_cross()],
-    "frame": lambda: [_polygon(4), _scaled(_polygon(4), 0.6)],
-    "half_disc": lambda: [[(math.cos(a) - 0.4, math.sin(a)) for a in np.linspace(-math.pi / 2, math.pi / 2, 30)]],
-    "heart": lambda: [_heart()],
-    "ring": lambda: [_polygon(60), _scaled(_polygon(60), 0.6)],
-    "square": lambda: [_polygon(4)],
-    "star": lambda: [_polygon(5, 0.42)],
-    "triangle": lambda: [_polygon(3)],
+_HALF_CIRCLE = [(math.cos(a) - 0.4, math.sin(a)) for a in np.linspace(-math.pi / 2, math.pi / 2, 30)]
+# Name -> contours in the unit circle, each (points, 2).
+SHAPES: dict[str, list[np.ndarray]] = {
+    "bar": [np.array([(-1, -0.25), (1, -0.25), (1, 0.25), (-1, 0.25)])],
+    "circle": [_polygon(60)],
+    "cross": [_cross()],
+    "frame": [_polygon(4), _polygon(4) * 0.6],
+    "half_disc": [np.array(_HALF_CIRCLE)],
+    "heart": [_heart()],
+    "ring": [_polygon(60), _polygon(60) * 0.6],
+    "square": [_polygon(4)],
+    "star": [_polygon(5, 0.42)],
+    "triangle": [_polygon(3)],
 }
 
 

@@ -1,4 +1,4 @@
-"""Runs the tasks of a job on a Ray cluster, and shows its progress."""
+"""Runs the tasks of a job on a Ray cluster, shows its progress, and removes what killed ones left."""
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -44,3 +44,12 @@ def refuse_unseen(path: AnyPath) -> None:
     """Raise UserError in a task whose node does not see a file or folder that the driver sees."""
     if isinstance(path, Path) and not path.exists():
         raise UserError(f"A worker cannot access {path}: it must be on storage shared by all nodes.")
+
+
+def remove_leftovers(*folders: AnyPath, pattern: str = ".*.tmp") -> None:
+    """Remove unfinished files of killed drivers and tasks (`atomic.replacing`). Object stores have none: uploads are
+    atomic.
+    """
+    for folder in folders:
+        for leftover in folder.glob(pattern) if isinstance(folder, Path) else ():
+            leftover.unlink(missing_ok=True)

@@ -231,7 +231,7 @@ def _make_shards(folder: Path, num_images: int) -> Iterator[Row]:
     import simplejpeg
 
     from data_tools.sharding import shard
-    from data_tools.sharding.holdout import hold_out
+    from data_tools.sharding.selection import hold_out
     from data_tools.sharding.write_shard import part_path, read_rows, write_planned
     from data_tools.sources import list_source
     from data_tools.sources.split_files import PARTS

@@ -44,7 +44,7 @@ def run(config: StatsConfig) -> dict[str, Any]:
             f"mlflow=... keeps its record beside the report, but that is in a bucket ({out}). Add out=FOLDER."
         )
     if config.values:
-        dataset = measure_values(dataset, config.values, config.values_images, config.num_tasks)
+        dataset = measure_values(dataset, config)
     if isinstance(out, Path):
         try_output("out", out)
         hold(out)

@@ -14,9 +14,8 @@ import cv2
 import numpy as np
 
 from data_tools.dedup.near_copies import SIDE, is_plain, thumbnail
-from data_tools.driver import remove_leftovers
 from data_tools.sources.reader import Reader, lost_if_unreadable, read_at, read_thumbnail
-from data_tools.tasks import refuse_unseen, tasks_on_cluster
+from data_tools.tasks import refuse_unseen, remove_leftovers, tasks_on_cluster
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import npz
 from pipeline.base.errors import UserError

@@ -16,19 +16,17 @@ from pathlib import Path
 import cv2
 import pyarrow as pa
 
-from data_tools.driver import remove_leftovers
-from data_tools.sharding.copies import copy_notes, exact_copies
-from data_tools.sharding.holdout import describe_groups
 from data_tools.sharding.kinds import pixels_of
-from data_tools.sharding.shard import SKIPPED, print_summary, resolve, write_table
+from data_tools.sharding.selection import describe_groups
+from data_tools.sharding.shard import SKIPPED, print_summary, resolve, write_manifest
 from data_tools.sharding.values import check_range, measure_values
-from data_tools.sharding.write_shard import Done, as_rows, load_part, read_rows, write_part
+from data_tools.sharding.write_shard import Done, as_rows, load_part, write_part
 from data_tools.sources.labels import ClassNumbers
 from data_tools.sources.layouts.webdataset import complete_samples, first_samples, known_class_names
 from data_tools.sources.listing import reasons
 from data_tools.sources.reader import lost_if_unreadable, read_at, refuse_large
 from data_tools.sources.split_files import PARTS, PLAN, split_files
-from data_tools.tasks import refuse_unseen, tasks_on_cluster
+from data_tools.tasks import refuse_unseen, remove_leftovers, tasks_on_cluster
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.locks import only_writer
@@ -42,10 +40,9 @@ from pipeline.data.dataset.manifest import (
     Dataset,
     Shard,
     open_dataset,
-    write_dataset,
 )
 from pipeline.data.dataset.split import BadBudget, group_finder
-from pipeline.data.images.stored import StoredImage, describe_left_out
+from pipeline.data.images.stored import StoredImage
 from pipeline.data.loading.decode import check_end, decode, inspect, left_out, stored_image
 from pipeline.data.storage.bucket import (
     AnyPath,
@@ -108,7 +105,7 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
         is_labelled |= sample.has_label_file
         with contextlib.suppress(ValueError):
             headers.append((f"{path.name}: {sample.name}", stored_image(read_at(file, sample.offset, sample.size))))
-    pixels = pixels_of(headers, config.channels, config.pages, config.nodata)
+    pixels = pixels_of(headers, config)
     check_range(pixels, config.values)
     jobs = [
         IndexJob(
@@ -131,13 +128,20 @@ def _run(source: AnyPath, out: AnyPath, config: IndexConfig) -> Dataset:
     make_folder(out / PARTS)
     try:
         results = _run_jobs(jobs, out, config)
-        dataset = _finish(out, jobs, results, names, source, pixels)
-        for note in copy_notes(dataset, exact_copies(dataset, "none")):
-            print(note)
+        dataset = write_manifest(
+            out,
+            {to_path(job.part): done for job, done in zip(jobs, results, strict=True)},
+            [],
+            classes=names or [str(number) for number in range(max(done.num_classes for done in results))],
+            source={"path": str(source), "indexed": True},
+            settings={"group_pattern": config.group_pattern} if config.group_pattern else {},
+            pixels=pixels,
+        )
+        of_splits = {split: dataset.table(split).groups() for split in dataset.splits if config.group_pattern}
+        for line in describe_groups(of_splits):
+            print(line)
         if not dataset.pixels.is_measured or config.values:
-            dataset = measure_values(
-                dataset, config.values, config.values_images, config.num_tasks, config.max_bad_share
-            )
+            dataset = measure_values(dataset, config, config.max_bad_share)
         remove_tree(out / PARTS)
     finally:
         remove_if_empty(out / PARTS)  # Only if no tar was finished.
@@ -224,28 +228,3 @@ def _run_jobs(jobs: list[IndexJob], out: AnyPath, config: IndexConfig) -> list[D
             f" {reasons(skipped)}"
         )
     return ordered
-
-
-def _finish(
-    out: AnyPath,
-    jobs: list[IndexJob],
-    results: list[Done],
-    names: list[str],
-    source: AnyPath,
-    pixels: Pixels,
-) -> Dataset:
-    kept = {to_path(job.part): done.shard for job, done in zip(jobs, results, strict=True) if done.shard.samples}
-    skipped = sorted(row for done in results for row in done.skipped)
-    if empty := sorted({job.split for job in jobs} - {shard.split for shard in kept.values()}):
-        raise UserError(f"{source}: no tar of split {empty[0]!r} has an image that can be used: {reasons(skipped)}.")
-    classes = names or [str(number) for number in range(max(done.num_classes for done in results))]
-    write_table(out / SKIPPED, ("key", "where", "reason"), skipped)
-    group_pattern = jobs[0].group_pattern
-    about, settings = {"path": str(source), "indexed": True}, {"group_pattern": group_pattern} if group_pattern else {}
-    tables = map(read_rows, kept)
-    unread = sum((Counter(done.left_out) for done in results), Counter[str]())
-    dataset = write_dataset(out, [*kept.values()], tables, classes, about, settings, pixels=pixels, left_out=unread)
-    of_splits = {split: dataset.table(split).groups() for split in dataset.splits if group_pattern}
-    for line in (*describe_groups(of_splits), *describe_left_out(unread)):
-        print(line)
-    return dataset

@@ -18,14 +18,14 @@ import tifffile
 
 from data_tools.sources import Listing, Reader
 from data_tools.sources.images import png
-from data_tools.sources.listing import sorted_by_key, with_columns
+from data_tools.sources.listing import SourceImage, sorted_by_key, with_columns
 from pipeline.architecture.pixels import FULL_RANGE, RGB8, RGB_CHANNELS, Pixels
 from pipeline.base.errors import UserError
 from pipeline.base.words import counted
 from pipeline.data.images.stored import DecodeError, StoredImage, describe_channels
 from pipeline.data.loading.decode import left_out, stored_image
 from pipeline.process.waits import worked
-from pipeline.settings.commands.data import ShardConfig
+from pipeline.settings.commands.data import IndexConfig, ShardConfig
 
 # Images whose headers are read before the first shard is written, evenly over the source.
 _NUM_PROBED = 48
@@ -75,24 +75,23 @@ def source_pixels(listing: Listing, config: ShardConfig) -> Pixels:
     """`pixels_of` the images of a source, by the headers of some."""
     if listing.convert or config.to_rgb8:
         return RGB8
-    images = list(_probed(listing))
+    rows = np.unique(np.linspace(0, len(listing) - 1, _NUM_PROBED).astype(np.int64))
+    images = [(name, stored) for name, stored in _headers(listing.images(rows)) if stored]
     if not listing.channels and all(stored.channels == stored.pages == 1 for _, stored in images):
         print(_channel_hint(listing), end="")
     is_split = "page" in listing.table.column_names
-    return pixels_of(images, config.channels, config.pages, config.nodata, listing.channels, is_split)
+    return pixels_of(images, config, listing.channels, is_split)
 
 
 def pixels_of(
     images: Iterable[tuple[str, StoredImage]],
-    channels: Sequence[str],
-    pages: str,
-    nodata: float | None,
+    config: ShardConfig | IndexConfig,
     joined: Sequence[str] = (),
     is_split: bool = False,
 ) -> Pixels:
     """What the values of images mean, by the settings and the headers of some; not measured yet.
 
-    images: (name, header). channels, pages, nodata: settings. joined: names of channels, of which each is a file.
+    images: (name, header). joined: names of channels, of which each is a file.
     is_split: each page is a sample. Prints what the images are, unless they are photographs of 8 bits. Raises UserError
     where they differ, or have several pages and no setting says what these are.
     """
@@ -103,13 +102,13 @@ def pixels_of(
         kinds.append(_ImageKind(num_channels, stored.type, num_pages, stored.axes, example))
         declared.add(stored.nodata)
         named = named or stored.channel_names
-    if not (joined or named or channels):
+    if not (joined or named or config.channels):
         others = [kind for kind in kinds if not kind.is_photograph]
         if len(kinds) - len(others) >= _MOST * len(kinds):
             _note_others(others, kinds, "8-bit photographs")
             return RGB8  # Also if none could be read.
-    num_channels = _num_channels(kinds, pages) * max(len(joined), 1)
-    names = tuple(joined) or tuple(channels) or named
+    num_channels = _num_channels(kinds, config.pages) * max(len(joined), 1)
+    names = tuple(joined) or tuple(config.channels) or named
     if not names:
         numbered = tuple(f"c{number}" for number in range(num_channels))
         names = {1: ("gray",), 3: RGB_CHANNELS}.get(num_channels, numbered)
@@ -129,9 +128,9 @@ def pixels_of(
             f" as {common}, and an image with a value that this does not hold is a bad one"
         )
     found = sorted(value for value in declared if value is not None)
-    if nodata is None and len(found) > 1:
+    if config.nodata is None and len(found) > 1:
         raise UserError(f"images name several values of missing pixels: {found[:5]}. Say which: nodata=...")
-    value = nodata if nodata is not None else found[0] if found else None
+    value = config.nodata if config.nodata is not None else next(iter(found), None)
     pixels = Pixels(names, common, (), (), (), (), value)  # type: ignore[arg-type]
     print(f"images are {pixels.describe()}" + (f"; {value:g} means missing" if value is not None else ""))
     return pixels
@@ -170,15 +169,14 @@ def _note_others(others: list[_ImageKind], kinds: list[_ImageKind], most: str) -
         )
 
 
-def _probed(listing: Listing) -> Iterator[tuple[str, StoredImage]]:
-    """(name, header) of some images, evenly over the listing; those that cannot be read are left to the job."""
-    rows = np.unique(np.linspace(0, len(listing) - 1, _NUM_PROBED).astype(np.int64))
+def _headers(images: Iterable[SourceImage]) -> Iterator[tuple[str, StoredImage | None]]:
+    """(name, header) of images; None for those that cannot be read, which are left to the job."""
     with Reader() as reader:
-        for image in listing.images(rows):
+        for image in images:
             try:
                 yield image.name, stored_image(reader.read(*next(filter(None, image.files))))
             except (OSError, ValueError):
-                continue
+                yield image.name, None
 
 
 def join_channels(listing: Listing, config: ShardConfig) -> Listing:
@@ -191,7 +189,13 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     if not config.channel_pattern:
         return listing
     keys = listing.table["key"].to_pylist()
-    of_files = _by_pattern(keys, config.channel_pattern)
+    matches = [re.fullmatch(config.channel_pattern, key) for key in keys]
+    if unmatched := [key for key, match in zip(keys, matches, strict=True) if match is None]:
+        raise UserError(
+            f"channel_pattern = {config.channel_pattern} does not match {counted(len(unmatched), 'key')} of"
+            f" {len(keys):,}, such as {unmatched[0]!r}."
+        )
+    of_files = [match.group("sample", "channel") for match in matches if match]
     found = sorted({channel for _, channel in of_files})
     channels = config.channels or found
     if config.to_rgb8:
@@ -245,18 +249,6 @@ def join_channels(listing: Listing, config: ShardConfig) -> Listing:
     )
 
 
-def _by_pattern(keys: list[str], text: str) -> list[tuple[str, str]]:
-    """(sample, channel) of each file by its key."""
-    pattern = re.compile(text)
-    matches = [pattern.fullmatch(key) for key in keys]
-    if unmatched := [key for key, match in zip(keys, matches, strict=True) if match is None]:
-        raise UserError(
-            f"channel_pattern = {text} does not match {counted(len(unmatched), 'key')} of {len(keys):,}, such as"
-            f" {unmatched[0]!r}."
-        )
-    return [(match["sample"], match["channel"]) for match in matches if match]
-
-
 def _channel_hint(listing: Listing) -> str:
     """A line with the setting to paste if names look like one file per channel; else ""."""
     keys = listing.table["key"][:_MOST_NAMES].to_pylist()
@@ -289,13 +281,8 @@ def split_pages(listing: Listing, config: ShardConfig) -> Listing:
     """
     if config.pages != "samples":
         return listing
-    counts = []
-    with Reader() as reader:
-        for image in worked(listing.images(np.arange(len(listing))), "counting pages", len(listing), "file"):
-            try:
-                counts.append(stored_image(reader.read(*next(filter(None, image.files)))).pages)
-            except (OSError, ValueError):
-                counts.append(1)
+    images = worked(listing.images(np.arange(len(listing))), "counting pages", len(listing), "file")
+    counts = [stored.pages if stored else 1 for _, stored in _headers(images)]
     rows = np.repeat(np.arange(len(listing)), counts)
     pages = np.concatenate([np.arange(count) for count in counts])
     table = listing.table.take(pa.array(rows))
@@ -342,22 +329,19 @@ def joined(files: list[bytes | None], pixels: Pixels, config: ShardConfig) -> Sh
         if data is None:
             continue
         stored = stored_image(data)
-        values, missing = stored.page(0)
-        pages.append(_with_nodata(values, missing, pixels))
+        pages.append(_with_nodata(*stored.page(0), pixels))
         unread |= left_out(stored, pixels if config.to_rgb8 else None)
     if len({(page.shape, page.dtype) for page in pages}) > 1:
         shown = ", ".join(f"{page.shape[1]} x {page.shape[0]} {page.dtype}" for page in pages)
         raise DecodeError(f"its channels differ in size or type: {shown}")
+    values = np.concatenate(pages, axis=2)
+    height, width, num_channels = values.shape
     if config.to_rgb8:
-        values = np.concatenate(pages, axis=2)
-        return ShardImage(
-            png(_to_rgb8(values, [""] * values.shape[2], stored)), "png", stored.width, stored.height, unread
-        )
+        return ShardImage(png(_to_rgb8(values, [""] * num_channels, stored)), "png", width, height, unread)
     of_file = pixels.num_channels // len(files)
     lacking = [place for place in range(pixels.num_channels) if files[place // of_file] is None]
     description = describe_channels(pixels.channels, lacking) if config.missing_channels == "mean" else ""
-    height, width, _ = pages[0].shape
-    return ShardImage(to_tiff(np.concatenate(pages, axis=2), description), "tiff", width, height, unread)
+    return ShardImage(to_tiff(values, description), "tiff", width, height, unread)
 
 
 def _with_nodata(values: np.ndarray, missing: np.ndarray | None, pixels: Pixels) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from data_tools.sharding.holdout import hash_keys
+from data_tools.sharding.selection import hash_keys
 from data_tools.sources import spill
 from data_tools.sources.listing import Listing, SourceImage, images_of
 from data_tools.sources.split_files import PARTS
@@ -64,7 +64,7 @@ def _shuffled(listing: Listing, prefix: str, out: AnyPath) -> Iterator[tuple[int
     num_bits = ((len(listing) - 1) // spill.ROWS_IN_MEMORY).bit_length()
 
     def hashed(table: pa.Table) -> tuple[pa.Table, np.ndarray]:
-        mix = hash_keys(table["key"], prefix)
+        mix = hash_keys(table["key"].to_pylist(), prefix)
         first_bits = (mix >> np.uint64(1)) >> np.uint64(63 - num_bits)
         parts = table["split"].to_numpy().astype(np.int64) << num_bits | first_bits.astype(np.int64)
         return listing.planned(table).append_column("mix", pa.array(mix)), parts

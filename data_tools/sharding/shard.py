@@ -8,33 +8,33 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow.parquet as pq
 
-from data_tools.driver import remove_leftovers
-from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained
 from data_tools.sharding.copies import copy_notes, exact_copies
-from data_tools.sharding.holdout import describe_groups, groups_of, hold_out, with_groups
 from data_tools.sharding.kinds import join_channels, source_pixels, split_pages
 from data_tools.sharding.plan import PlannedShard, make_plan
-from data_tools.sharding.source_table import SOURCE_TABLE, difference, few, mark_changed, save
-from data_tools.sharding.targets import describe_targets
-from data_tools.sharding.values import check_range, measure_values
-from data_tools.sharding.write_shard import (
-    Done,
-    PlannedJob,
-    ShardingJob,
-    part_path,
-    read_rows,
-    write_planned,
+from data_tools.sharding.selection import (
+    apply_rules,
+    describe_groups,
+    describe_targets,
+    groups_of,
+    hold_out,
+    odd_classes,
+    readable_names,
+    refuse_untrained,
+    with_groups,
 )
+from data_tools.sharding.source_table import SOURCE_TABLE, difference, mark_changed, save
+from data_tools.sharding.values import check_range, measure_values
+from data_tools.sharding.write_shard import Done, ShardingJob, part_path, read_rows, write_planned
 from data_tools.sources import Listing, list_source
 from data_tools.sources.layouts.archive import remove_unpacked
-from data_tools.sources.listing import Skipped, reasons
+from data_tools.sources.listing import NAMED, Skipped, reasons
 from data_tools.sources.split_files import PARTS, PLAN
-from data_tools.tasks import tasks_on_cluster
+from data_tools.tasks import remove_leftovers, tasks_on_cluster
 from pipeline.architecture.pixels import RGB8, Pixels
 from pipeline.base import json_record
 from pipeline.base.errors import UserError
@@ -42,7 +42,7 @@ from pipeline.base.files import as_csv
 from pipeline.base.json_record import quoted
 from pipeline.base.locks import only_writer
 from pipeline.base.progress import PROGRESS_FILE, duration
-from pipeline.base.words import counted, missing, of_classes, printable, si, significant
+from pipeline.base.words import counted, first_of, missing, of_classes, printable, si, significant
 from pipeline.cluster import ray_tasks
 from pipeline.data.dataset.manifest import INFO, Dataset, Shard, open_dataset, write_dataset
 from pipeline.data.dataset.split import BadBudget
@@ -115,11 +115,7 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
         if to_compare:
             print(f"{to_compare}: their bytes are compared with those in the shards", flush=True)
         split = hold_out(listing, config)
-        for note in [
-            *describe_groups(groups_of(split)),
-            *odd_classes(split),
-            *describe_targets(split),
-        ]:
+        for note in (*describe_groups(groups_of(split)), *odd_classes(split), *describe_targets(split)):
             print(note)
 
         pixels = source_pixels(listing, config)
@@ -138,18 +134,26 @@ def _run(source: AnyPath, out: AnyPath, config: ShardConfig, list_samples: Liste
                 pq.write_table(table, file, compression="zstd")
         listing = split
         plan = make_plan(listing, config, out)
-        jobs = make_jobs(listing, plan, config, out, known, pixels)
-        results = _run_jobs(listing, jobs, plan, config, out, bool(known))
+        results = _run_jobs(listing, plan, config, out, known, pixels)
         if known:
             dataset = _check_remade(out, results, known)
         else:
-            dataset = _finish(out, results, listing, names, identity, pixels)
-            for note in copy_notes(dataset, exact_copies(dataset, "none")):
-                print(note)
-        if not dataset.pixels.is_measured or (config.values and not known):
-            dataset = measure_values(
-                dataset, config.values, config.values_images, config.num_tasks, config.max_bad_share
+            for done in results:
+                if not done.shard.samples:  # All its images are bad.
+                    (out / done.shard.name).unlink(missing_ok=True)
+            _write_filled(out, results)
+            dataset = write_manifest(
+                out,
+                {part_path(out, done.shard.name): done for done in results},
+                listing.skipped,
+                classes=listing.classes,
+                **identity,
+                class_names=names,
+                pixels=pixels,
+                targets=listing.targets,
             )
+        if not dataset.pixels.is_measured or (config.values and not known):
+            dataset = measure_values(dataset, config, config.max_bad_share)
         if to_compare:
             save(as_listed, out / SOURCE_TABLE)
         remove_tree(out / PARTS)
@@ -174,9 +178,9 @@ def make_jobs(
     out: AnyPath,
     known: dict[str, Shard],
     pixels: Pixels = RGB8,
-) -> Iterator[PlannedJob]:
-    """Yields a job for each shard of the plan. known: shards of a finished data set in `out`, by name. pixels: of its
-    images.
+) -> Iterator[tuple[ShardingJob, int, AnyPath]]:
+    """Yields the argument of `write_planned` for each shard of the plan. known: shards of a finished data set in `out`,
+    by name. pixels: of its images.
     """
     for number, (name, split, _) in enumerate(plan):
         job = ShardingJob(
@@ -192,27 +196,28 @@ def make_jobs(
             pixels=pixels,
             targets=listing.targets,
         )
-        yield PlannedJob(job, number, listing.root)
+        yield job, number, listing.root
 
 
 def _run_jobs(
     listing: Listing,
-    jobs: Iterator[PlannedJob],
     plan: list[PlannedShard],
     config: ShardConfig,
     out: AnyPath,
-    is_known: bool,
+    known: dict[str, Shard],
+    pixels: Pixels,
 ) -> list[Done]:
     """Returns every shard's result, in plan order. Raises UserError when too many images are bad."""
     results: dict[int, Done] = {}
     skipped = list(listing.skipped)
     _check_budget(skipped, listing, config, 0)
+    jobs = make_jobs(listing, plan, config, out, known, pixels)
     shown = (len(listing), len(plan), out, "sharded")
     with tasks_on_cluster(write_planned, jobs, config.num_tasks, *shown) as (tasks, progress):
         for number, done in tasks:
             results[number] = done
             skipped += done.skipped
-            progress.add(plan[number].samples, done.shard.bytes, made=done.made or is_known)
+            progress.add(plan[number].samples, done.shard.bytes, made=done.made or bool(known))
             _check_budget(skipped, listing, config, progress.done)
     return [results[number] for number in range(len(plan))]
 
@@ -232,25 +237,26 @@ def _check_budget(skipped: list[Skipped], listing: Listing, config: ShardConfig,
         )
 
 
-def _finish(
-    out: AnyPath,
-    results: list[Done],
-    listing: Listing,
-    names: list[str] | None,
-    identity: dict[str, Any],
-    pixels: Pixels,
-) -> Dataset:
-    """Merge the part files into the manifest."""
-    kept = [done.shard for done in results if done.shard.samples]
-    kept_names = {shard.name for shard in kept}
-    for part in (out / PARTS).glob("*.part"):
-        if (name := f"{part.stem}.tar") not in kept_names:
-            # An empty shard: all its images are bad.
-            (out / name).unlink(missing_ok=True)
-    skipped = sorted([*listing.skipped, *(row for done in results for row in done.skipped)])
-    if empty := sorted({done.shard.split for done in results} - {shard.split for shard in kept}):
-        raise UserError(f"no image of split {empty[0]!r} can be used: {reasons(skipped)}.")
-    write_table(out / SKIPPED, ("key", "where", "reason"), skipped)
+def write_manifest(out: AnyPath, results: Mapping[AnyPath, Done], skipped: Sequence[Skipped], **about: Any) -> Dataset:
+    """Merge the part files of tasks into the manifest, and print what is to be known of the images.
+
+    results: by the path of the part file. skipped: what was skipped beside the samples of the results. about: further
+    arguments of `write_dataset`. Raises UserError for a split without images.
+    """
+    kept = {part: done.shard for part, done in results.items() if done.shard.samples}
+    rows = sorted([*skipped, *(row for done in results.values() for row in done.skipped)])
+    if empty := {done.shard.split for done in results.values()} - {shard.split for shard in kept.values()}:
+        raise UserError(f"no image of split {min(empty)!r} can be used: {reasons(rows)}.")
+    write_table(out / SKIPPED, ("key", "where", "reason"), rows)
+    unread = sum((Counter(done.left_out) for done in results.values()), Counter[str]())
+    dataset = write_dataset(out, [*kept.values()], map(read_rows, kept), left_out=unread, **about)
+    for note in (*describe_left_out(unread), *copy_notes(dataset, exact_copies(dataset, "none"))):
+        print(note)
+    return dataset
+
+
+def _write_filled(out: AnyPath, results: list[Done]) -> None:
+    """Name the images that a conversion could not read completely."""
     filled = sorted(row for done in results for row in done.filled)
     write_table(out / FILLED, ("key", "where"), filled)
     if filled:
@@ -259,12 +265,6 @@ def _finish(
             f" the rest is grey (see {FILLED}). If your copies are damaged, and not the originals: replace them, remove"
             f" {out}, and run again."
         )
-    unread = sum((Counter(done.left_out) for done in results), Counter[str]())
-    for note in describe_left_out(unread):
-        print(note)
-    tables = (read_rows(part_path(out, shard.name)) for shard in kept)
-    about = names, pixels, unread, listing.targets
-    return write_dataset(out, kept, tables, listing.classes, identity["source"], identity["settings"], *about)
 
 
 def write_table(path: AnyPath, header: tuple[str, ...], rows: Sequence[tuple]) -> None:
@@ -294,7 +294,7 @@ def _check_remade(out: AnyPath, results: list[Done], known: dict[str, Shard]) ->
 def _changed(results: list[Done]) -> str:
     """Counts and names the images that shards had otherwise than the source; empty for none."""
     keys = sorted(key for done in results for key in done.changed)
-    return few(f"{counted(len(keys), 'image')} changed", len(keys), keys)
+    return f"{counted(len(keys), 'image')} changed ({first_of(keys, NAMED)})" if keys else ""
 
 
 def resolve(setting: str, value: str) -> AnyPath:

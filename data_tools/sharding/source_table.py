@@ -9,8 +9,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_tools.sources import Listing
-from data_tools.sources.listing import with_columns
-from pipeline.base.words import counted
+from data_tools.sources.listing import NAMED, with_columns
+from pipeline.base.words import counted, first_of
 from pipeline.data.storage.atomic import replacing
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.parquet import open_parquet
@@ -18,7 +18,6 @@ from pipeline.data.storage.parquet import open_parquet
 SOURCE_TABLE = "source.parquet"
 # Instead of the time of change of an image that has to be compared with its shard.
 COMPARE = -1
-_NAMED = 3
 
 
 def save(listing: Listing, path: AnyPath) -> None:
@@ -45,9 +44,9 @@ def mark_changed(listing: Listing, path: AnyPath) -> tuple[Listing, str]:
     if not len(rows):
         return listing, ""
     marked = pc.if_else(pa.array(is_same), listing.table["mtime"], COMPARE)
+    keys = listing.table["key"].take(pa.array(rows[: NAMED + 1])).to_pylist()
     what = f"{counted(len(rows), 'image')} with another time of change than at the last start"
-    text = few(what, len(rows), listing.table["key"].take(pa.array(rows[:_NAMED])).to_pylist())
-    return replace(listing, table=with_columns(listing.table, mtime=marked)), text
+    return replace(listing, table=with_columns(listing.table, mtime=marked)), f"{what} ({first_of(keys, NAMED)})"
 
 
 def difference(path: AnyPath, listing: Listing) -> str:
@@ -59,12 +58,8 @@ def difference(path: AnyPath, listing: Listing) -> str:
     found = []
     for what, one, other in (("came", new, old), ("went", old, new)):
         rows = one.join(other, columns, join_type="left anti").sort_by([(name, "ascending") for name in columns])
-        some = rows.slice(0, _NAMED).to_pylist()
+        some = rows.slice(0, NAMED + 1).to_pylist()
         keys = [f"{row['split']}/{row['key']} ({row['size']} bytes)" for row in some]
-        found.append(few(f"{len(rows):,} {what}", len(rows), keys))
-    return "; ".join(filter(None, found))
-
-
-def few(what: str, count: int, keys: list[str]) -> str:
-    """`what` with the first keys, as `4 images changed (a, b, c, ...)`; empty for none."""
-    return f"{what} ({', '.join(keys[:_NAMED])}{', ...' * (count > _NAMED)})" if count else ""
+        if keys:
+            found.append(f"{len(rows):,} {what} ({first_of(keys, NAMED)})")
+    return "; ".join(found)

@@ -26,6 +26,7 @@ from pipeline.data.dataset.split import BadBudget
 from pipeline.data.loading.decode import DecodeError, decode, stored_image
 from pipeline.data.storage.bucket import AnyPath, make_folder, remove_tree, to_path
 from pipeline.data.storage.content import content_hash
+from pipeline.settings.commands.data import ValuesConfig
 
 # The share of values below and above the range, with values=percentiles.
 BEYOND = 0.001
@@ -65,29 +66,27 @@ class ValueCounts:
     made: bool = True
 
 
-def measure_values(
-    dataset: Dataset, values: Sequence[str], num_images: int, num_tasks: int, max_bad_share: float | None = None
-) -> Dataset:
+def measure_values(dataset: Dataset, config: ValuesConfig, max_bad_share: float | None = None) -> Dataset:
     """Measure the values of the training split, else of the first one, record them in dataset.json, and print them.
     Returns the data set with measured pixels.
 
-    values: ["full"], ["percentiles"], or numbers low, high for all channels or for each; [] is full for 8 bits, else
-    percentiles.
-    num_images: at most so many, evenly from all shards; 0 is all. Raises UserError if too many images cannot be read,
-    if there are no values, and as `check_range`.
+    config.values: ["full"], ["percentiles"], or numbers low, high for all channels or for each; [] is full for 8 bits,
+    else percentiles.
+    config.values_images: at most so many, evenly from all shards; 0 is all. Raises UserError if too many images cannot
+    be read, if there are no values, and as `check_range`.
     """
     split = "train" if "train" in dataset.splits else dataset.splits[0]
     pixels = dataset.pixels
-    check_range(pixels, values)
-    values = values or ["full" if pixels.type in ("uint8", "int8", "bool") else "percentiles"]
+    check_range(pixels, config.values)
+    values = config.values or ["full" if pixels.type in ("uint8", "int8", "bool") else "percentiles"]
     parts = dataset.path / FOLDER
     make_folder(parts)
-    jobs = value_jobs(dataset, split, num_images, parts)
+    jobs = value_jobs(dataset, split, config.values_images, parts)
     counts = [COUNTS.empty_table()]
     missing, bad, num_resumed = np.zeros(pixels.num_channels, np.int64), list[tuple[int, str]](), 0
     images = sum(len(job.offsets) for job in jobs)
     shown = (images, len(jobs), dataset.path, "measured")
-    with tasks_on_cluster(count_values, jobs, num_tasks, *shown) as (tasks, progress):
+    with tasks_on_cluster(count_values, jobs, config.num_tasks, *shown) as (tasks, progress):
         for number, found in tasks:
             add_counts(counts, read_rows(to_path(jobs[number].part)))
             missing += found.missing

@@ -87,19 +87,12 @@ class Done:
     num_classes: int = 0
 
 
-@dataclass(frozen=True)
-class PlannedJob:
-    """A job whose images are those of the shard `number` of the plan (`read_images`). root: see `Listing`."""
-
-    job: ShardingJob
-    number: int
-    root: AnyPath
-
-
-def write_planned(planned: PlannedJob) -> Done:
-    """Ray task: `write_shard` of a shard of the plan."""
-    job = planned.job
-    return write_shard(replace(job, images=read_images(to_path(job.out), planned.number, planned.root)))
+def write_planned(planned: tuple[ShardingJob, int, AnyPath]) -> Done:
+    """Ray task: `write_shard` of (a job, the number of its shard in the plan, which has its images, and the root, see
+    `Listing`).
+    """
+    job, number, root = planned
+    return write_shard(replace(job, images=read_images(to_path(job.out), number, root)))
 
 
 def write_shard(job: ShardingJob) -> Done:
@@ -230,20 +223,15 @@ def _write_samples(tar: _Tar, job: ShardingJob) -> tuple[pa.Table, Done]:
             kept.append(source)
     tar.finish()
     shard = Shard(job.name, job.split, len(rows), tar.size, tar.sha256.hexdigest())
-    table = _with_groups_and_targets(as_rows(rows), kept, len(job.targets))
+    table = as_rows(rows)
+    if kept and kept[0].group:
+        table = table.append_column("group", pa.array([image.group for image in kept], pa.string()))
+    if job.targets:
+        values = np.array([image.targets for image in kept], np.float32)  # None is NaN, which becomes null.
+        flat = pa.array(values.ravel(), pa.float32(), from_pandas=True)
+        targets = pa.FixedSizeListArray.from_arrays(flat, len(job.targets))
+        table = table.append_column(targets_field(len(job.targets)), targets)
     return table, Done(shard, skipped, filled=filled, left_out=dict(unread))
-
-
-def _with_groups_and_targets(table: pa.Table, images: list[SourceImage], num_targets: int) -> pa.Table:
-    """The manifest's rows of these images with their groups and numbers to predict, if they have some."""
-    if images and images[0].group:
-        table = table.append_column("group", pa.array([image.group for image in images], pa.string()))
-    if num_targets:
-        numbers = np.array([image.targets for image in images], np.float32)  # None is NaN, which becomes null.
-        flat = pa.array(numbers.ravel(), pa.float32(), from_pandas=True)
-        targets = pa.FixedSizeListArray.from_arrays(flat, num_targets)
-        table = table.append_column(targets_field(num_targets), targets)
-    return table
 
 
 def as_rows(rows: list[tuple[Any, ...]]) -> pa.Table:

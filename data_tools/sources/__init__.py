@@ -1,7 +1,7 @@
 """Lists the images of a raw source (`list_source`) and reads their bytes (`Reader`).
 
 A source in any layout becomes the same `Listing`, so the same images give the same shards whether they come as a folder
-or as a tar. layouts/ holds one file for each layout; detect.py chooses one for layout=auto. Imports pipeline.data and
+or as a tar. layouts/ holds one file for each layout, and chooses one for layout=auto. Imports pipeline.data and
 progress.py; used by the other folders of data_tools.
 """
 
@@ -11,11 +11,9 @@ from dataclasses import replace
 import pyarrow as pa
 
 from data_tools.progress import ProgressMeter
-from data_tools.sources.detect import detect_layout, is_table
-from data_tools.sources.layouts import LAYOUTS, archive
+from data_tools.sources.layouts import LAYOUTS, archive, detect_layout, is_table
 from data_tools.sources.listing import LISTED, Collector, Listing
 from data_tools.sources.reader import Reader
-from pipeline.base.errors import UserError
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.settings.commands.data import ShardConfig
 from pipeline.settings.schema import refuse_without_effect
@@ -40,11 +38,6 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
         with archive.damage_named(source, tarfile.TarError, pa.ArrowException, UnicodeDecodeError, OSError):
             name = config.layout if config.layout != "auto" else detect_layout(plain, config)
             layout = LAYOUTS[name]
-            if config.label_names and layout.by_folders:
-                raise UserError(
-                    f"label_names = {config.label_names} names labels that are numbers, but in layout = {name} folders"
-                    " name the classes. Leave it out: class_list=FILE chooses classes."
-                )
             splits = config.splits
             if splits == _ONE_SPLIT:
                 splits = (layout.find_splits(plain, config) if layout.find_splits else layout.splits) or splits
@@ -57,4 +50,4 @@ def list_source(source: AnyPath, config: ShardConfig, staging: AnyPath) -> Listi
             collector.unpacked[plain] = source
             layout.walk(plain, config, staging, collector)
         listing = collector.finish()
-        return replace(listing, about={**listing.about, "layout": name, "splits": splits})
+        return replace(listing, about={"layout": name, "splits": splits})

@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -22,7 +21,6 @@ WHOLE_NUMBER = r"-?[0-9]{1,18}(\.0+)?"
 # A number to predict, in text, and the largest one of float32.
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _LARGEST = 3.4e38
-_NUMBERS = types.is_floating, types.is_integer, types.is_decimal
 # What programs write where a value is missing: the list of Arrow (and pandas), and what Python and pandas write in
 # addition.
 MISSING = frozenset([*pacsv.ConvertOptions().null_values, "None", "<NA>"])
@@ -93,12 +91,12 @@ class TableColumns:
         self._numbers: ClassNumbers | None = None
         self._has_labels = False
 
-    def choose(self, there: list[str], where: str, others: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Choose the label column of a table with these columns; returns (setting, column or "") of each that is read.
+    def choose(self, there: list[str], where: str, others: list[tuple[str, str]]) -> list[str]:
+        """Choose the label column of a table with these columns; returns all that are read, first the others.
 
         There are no labels if label_column is empty, and, with a note, if there is no column of its default name.
-        others: the other columns. Raises UserError where only some tables of the source have labels, and for a column
-        that is missing or there twice.
+        others: (setting, column or "") of the other columns. Raises UserError where only some tables of the source have
+        labels, and for a column that is missing or there twice.
         """
         config, notes, is_first = self._config, self._collector.notes, not self._first
         self._first = self._first or where
@@ -127,7 +125,7 @@ class TableColumns:
                 f"warning: the column {unused!r} is not used: each split is a file of its own here (splits.train=train"
                 " splits.val=val)"
             )
-        return wanted
+        return list(dict.fromkeys(column for _, column in wanted if column))
 
     def check(self, schema: pa.Schema, where: str, names: list[str], are_numbers: bool | None = None) -> None:
         """Raise UserError for columns whose types cannot hold labels or groups, or whose labels are of another type or
@@ -138,10 +136,6 @@ class TableColumns:
         """
         if group := self._config.group_column:
             check_names(schema.field(group), where, "group_column")
-        for name in self._config.target_columns:
-            kind = schema.field(name).type
-            if not (is_text(kind) or types.is_null(kind) or any(of(kind) for of in _NUMBERS)):
-                raise UserError(f"{where}: column {name!r} (target_columns) holds {kind}, not numbers.")
         if not self.label:
             return
         field, names = schema.field(self.label), self._given or names
@@ -157,27 +151,25 @@ class TableColumns:
             )
         refuse_other_names(f"{where}, by its metadata `huggingface`", names, self._first, self._names_of_first)
 
-    def of_row(self, label: Any, group: Any, where: str) -> tuple[list[str], str]:
-        """(class names, group) of a row: no names without labels and for a missing one; "" without groups. where: for
-        errors.
+    def of_row(self, row: dict[str, Any], where: str, separator: str = "") -> tuple[list[str], str, list[float | None]]:
+        """(class names, group, numbers to predict) of a row: no names without labels and for a missing one; "" without
+        groups. where: for errors. separator: of the labels in a text, if it is not one label.
         """
-        names = self._class_names(label, where) if self.label else []
+        names = self._class_names(row[self.label], where, separator) if self.label else []
         self._has_labels |= bool(names)
+        targets = [_as_number(row[name], where, name) for name in self._config.target_columns]
         if not self._config.group_column:
-            return names, ""
-        group = str(group).strip()
+            return names, "", targets
+        group = str(row[self._config.group_column]).strip()
         if group in MISSING:
             raise UserError(
                 f"{where}: its group is missing (group_column). An image that is like no other is a group of its own."
             )
-        return names, group
+        return names, group, targets
 
-    def targets_of(self, values: Sequence[Any], where: str) -> list[float | None]:
-        """The numbers to predict of a row, from the cells of target_columns. where: for errors."""
-        pairs = zip(values, self._config.target_columns, strict=True)
-        return [as_number(value, where, f"column {name!r}") for value, name in pairs]
-
-    def _class_names(self, value: Any, where: str) -> list[str]:
+    def _class_names(self, value: Any, where: str, separator: str) -> list[str]:
+        if separator and isinstance(value, str):
+            value = value.split(separator)
         if isinstance(value, list) and any(label is None for label in value):
             raise UserError(
                 f"{where}: {quoted(value)} has a missing label (null). An image without a label has [] or null."
@@ -205,10 +197,10 @@ class TableColumns:
         self._collector.classes = self._numbers.classes() if self._numbers else []
 
 
-def as_number(value: Any, where: str, what: str) -> float | None:
+def _as_number(value: Any, where: str, column: str) -> float | None:
     """A number to predict, from text or a number; None for a missing one. Raises UserError for anything else.
 
-    where, what: the row or file, and the column or group.
+    where: the row.
     """
     text = "" if value is None else str(value).strip()
     if text in MISSING:
@@ -216,8 +208,8 @@ def as_number(value: Any, where: str, what: str) -> float | None:
     if _NUMBER.fullmatch(text) and abs(number := float(text)) <= _LARGEST:
         return number
     raise UserError(
-        f"{where}: {quoted(text)} in {what} is not a number (with a decimal point). Correct it, or leave it empty,"
-        " which is a missing value."
+        f"{where}: {quoted(text)} in column {column!r} is not a number (with a decimal point). Correct it, or leave it"
+        " empty, which is a missing value."
     )
 
 

@@ -63,22 +63,6 @@ _ADVICE = (
 _ARCHIVES = (".tar", ".zip", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz")
 
 
-@dataclass
-class Few:
-    """A count of names, with the first few as examples."""
-
-    count: int = 0
-    first: list[str] = field(default_factory=list)
-
-    def add(self, name: str) -> None:
-        self.count += 1
-        if len(self.first) < NAMED:
-            self.first.append(printable(name))
-
-    def __str__(self) -> str:
-        return ", ".join(self.first) + ", ..." * (self.count > len(self.first))
-
-
 class SourceImage(NamedTuple):
     """What a task needs of a sample: columns of TABLE, the page of its file (-1 if the file is one sample), and its
     file, or that of each channel, None for one that it lacks.
@@ -254,6 +238,7 @@ class Collector:
     slashes; the first folder below a split's folder is the class). Any other layout (by_folders=False) reports each
     image by `sample`, or by `file` with is_labelled=False.
 
+    containers: path of an archive -> its number.
     classes: all class names in order, if the layout defines an order; else they are sorted.
     root: the folder that the names of separate files are relative to, if it is not the source.
     is_labelled: see Listing. archives: if not None, `file` puts the names of archives here, with their suffixes.
@@ -264,7 +249,7 @@ class Collector:
 
     source: AnyPath
     splits: dict[str, str]
-    containers: list[str] = field(default_factory=list)
+    containers: dict[str, int] = field(default_factory=dict)
     classes: list[str] = field(default_factory=list)
     by_folders: bool = True
     root: AnyPath | None = None
@@ -284,7 +269,9 @@ class Collector:
     # Split -> folders in that split's folder, class folders if is_labelled, and their numbers of images.
     _counts: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     _direct: Counter[str] = field(default_factory=Counter)  # Split -> images that lie in no such folder.
-    _ignored: defaultdict[str, Few] = field(default_factory=lambda: defaultdict(Few))  # By what they are.
+    # By what they are: the first names, and their number.
+    _ignored: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    _num_ignored: Counter[str] = field(default_factory=Counter)
     # (split, folder) of those with an image that is in no folder of it.
     _flat: set[tuple[str, str]] = field(default_factory=set)
 
@@ -295,10 +282,13 @@ class Collector:
         self._numbers = {split: number for number, split in enumerate(self.splits)}
 
     def add_container(self, path: AnyPath, mtime: int | None = None) -> int:
-        """Register an archive. Returns its number, for `file` and `sample`. mtime: of the archive; None looks it up."""
-        self.containers.append(str(path))
-        self._mtimes.append(self.unpacked.get(path, path).stat().st_mtime_ns if mtime is None else mtime)
-        return len(self.containers) - 1
+        """Register an archive, once. Returns its number, for `file` and `sample`. mtime: of the archive; None looks it
+        up.
+        """
+        number = self.containers.setdefault(str(path), len(self.containers))
+        if number == len(self._mtimes):
+            self._mtimes.append(self.unpacked.get(path, path).stat().st_mtime_ns if mtime is None else mtime)
+        return number
 
     def folder(self, name: str) -> None:
         """Report a folder. `finish` raises if it is a class folder without images."""
@@ -309,9 +299,11 @@ class Collector:
             if split and inner and "/" not in inner and not holds_split:
                 self._counts[split].setdefault(inner, 0)
 
-    def hidden_folder(self, name: str) -> None:
-        """Report a hidden folder whose files are not reported."""
-        self._ignored["hidden folders"].add(name)
+    def ignore(self, what: str, name: str) -> None:
+        """Report a file, or a folder whose files are not reported, that belongs to no sample. what: plural."""
+        self._num_ignored[what] += 1
+        if self._num_ignored[what] <= NAMED + 1:
+            self._ignored[what].append(name)
 
     def file(
         self, name: str, container: int, offset: int, size: int, packed: int = 0, fault: str = "", mtime: int = 0
@@ -322,17 +314,17 @@ class Collector:
         """
         name = _clean(name)
         if is_hidden(name):
-            self._ignored["hidden files"].add(name)
+            self.ignore("hidden files", name)
             return
         if self.archives is not None and (suffix := next(filter(name.lower().endswith, _ARCHIVES), "")):
             self.archives[name] = name[-len(suffix) :]
             return
         if not is_image(name):
-            self._ignored[_NO_IMAGES].add(f"{name} ({fault})" if fault else name)
+            self.ignore(_NO_IMAGES, f"{name} ({fault})" if fault else name)
             return
         split, inner = self._place(name.rpartition(".")[0])
         if split is None:
-            self._ignored[_OUTSIDE].add(name)
+            self.ignore(_OUTSIDE, name)
             return
         class_name, is_in_folder, rest = inner.partition("/")
         if is_in_folder:
@@ -342,7 +334,7 @@ class Collector:
         else:
             self._direct[split] += 1
             if self.is_labelled:
-                self._ignored[_OUTSIDE].add(name)
+                self.ignore(_OUTSIDE, name)
                 return
         classes = (class_name,) if self.is_labelled else ()
         if fault:
@@ -454,7 +446,7 @@ class Collector:
             self.root or self.source,
             list(self.splits),
             classes,
-            self.containers,
+            list(self.containers),
             table,
             notes,
             skipped=sorted(self.skipped),
@@ -519,7 +511,10 @@ class Collector:
                 )
 
     def _notes(self) -> list[str]:
-        return [f"ignored {what} ({few.count:,}): {few}" for what, few in self._ignored.items()]
+        return [
+            f"ignored {what} ({self._num_ignored[what]:,}): {first_of(names, NAMED)}"
+            for what, names in self._ignored.items()
+        ]
 
     def _but_skipped(self) -> str:
         return f"; {len(self.skipped):,} cannot be used: {reasons(self.skipped)}" if self.skipped else ""

@@ -128,7 +128,14 @@ def _zip_member(file: BinaryIO, offset: int, packed: int, size: int) -> bytes:
     read = read_at(file, offset + 30 + name_length + extra_length, packed + _DESCRIPTOR_BYTES)
     data = read[:packed]
     if method != 0:
-        data = _inflated(data, size)
+        # At most one byte more than listed: enough to detect a difference, and safe from zip bombs.
+        unpacking = zlib.decompressobj(-zlib.MAX_WBITS)
+        try:
+            data = unpacking.decompress(data, size + 1)
+        except zlib.error as error:
+            raise ValueError(f"damaged zip member ({error})") from None
+        if not unpacking.eof:
+            raise ValueError(f"damaged zip member (it does not end after {counted(size, 'byte')})")
     crcs = {crc}
     if flags & _HAS_DESCRIPTOR:
         # The CRC follows the data, after a signature that some writers omit.
@@ -136,15 +143,3 @@ def _zip_member(file: BinaryIO, offset: int, packed: int, size: int) -> bytes:
     if len(data) == size and zlib.crc32(data) not in crcs:  # The caller compares the size.
         raise ValueError("damaged zip member (wrong CRC-32)")
     return data
-
-
-def _inflated(data: bytes, size: int) -> bytes:
-    # Unpack at most one byte more than listed: enough to detect a difference, and safe from zip bombs.
-    unpacking = zlib.decompressobj(-zlib.MAX_WBITS)
-    try:
-        unpacked = unpacking.decompress(data, size + 1)
-    except zlib.error as error:
-        raise ValueError(f"damaged zip member ({error})") from None
-    if not unpacking.eof:
-        raise ValueError(f"damaged zip member (it does not end after {counted(size, 'byte')})")
-    return unpacked

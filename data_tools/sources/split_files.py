@@ -17,7 +17,6 @@ LIKE_SPLITS = {
     "testing": "test",
 }
 _PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.zstd")
-_BEGINNINGS = ("train", "val", "test", "dev")
 # In the folder of a data set while launch/shard.py makes it, and after a kill.
 PARTS, PLAN = ".parts", "plan.json"
 
@@ -65,7 +64,7 @@ def _refuse_mixture(source: AnyPath, names: list[str]) -> None:
     for name in names:
         parts = name.split("/")
         for depth, part in enumerate(parts):
-            for word in _BEGINNINGS:
+            for word in {*LIKE_SPLITS.values()}:
                 if part.lower().startswith(word):
                     starts.setdefault(word, "/".join([*parts[:depth], part[: len(word)]]))
     if len(starts) > 1:

@@ -88,20 +88,18 @@ def _list(task: Task, published: bool, source: AnyPath, settings: ShardConfig, s
     original = read_original(task, source, staging, published)
     chosen = choose(DATASETS[task.dataset], {name: pool.keys for name, pool in original.pools.items()})
     collector = Collector(source, settings.splits, by_folders=False, classes=original.classes)
-    containers: dict[str, int] = {"": -1}
     for name, pool in original.pools.items():
         wanted = {split: pools[name].tolist() for split, pools in chosen.items() if name in pools}
         places = _places(pool, sorted({*itertools.chain(*wanted.values())}), staging / f"{name}.images")
         for split, rows in wanted.items():
             for row in rows:
                 place, label = places[row], int(pool.labels[row])
-                if place.archive not in containers:
-                    containers[place.archive] = collector.add_container(to_path(place.archive), 0)
+                container = collector.add_container(to_path(place.archive), 0) if place.archive else -1
                 if not 0 <= label < len(original.classes):
                     raise UserError(
                         f"{source}: {pool.keys[row]} has label {label} of {counted(len(original.classes), 'class')}."
                     )
-                key, container = shard_key(name, pool.keys[row]), containers[place.archive]
+                key = shard_key(name, pool.keys[row])
                 collector.sample(split, key, [original.classes[label]], place.name, container, *place[2:])
     table, listing = key_table(original.pools), collector.finish()
     about = {

@@ -26,13 +26,13 @@ from pipeline.data.storage.bucket import AnyPath, file_size, make_folder, remove
 
 _COMPRESSED: dict[str, Callable] = {"gzip": gzip.open, "bzip2": bz2.open, "xz": lzma.open}
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip", b"PK\x05\x06": "zip"}
-_UNICODE_NAME, _CODE_PAGE = (
-    0x800,
-    "cp437",
-)  # The flag of a member whose name is in UTF-8; what its name is in without it.
-# Suffix of cached lists of a tar's members (imagenet21k.py).
+# The flag of a member whose name is in UTF-8; what its name is in without it.
+_UNICODE_NAME, _CODE_PAGE = 0x800, "cp437"
+# Suffix of cached lists of a tar's members (imagenet.py).
 LIST = ".members"
 _BLOCK = 512
+# Of an archive, to tell its layout.
+MEMBERS_TO_LOOK_AT = 16
 
 
 class Member(NamedTuple):
@@ -102,7 +102,10 @@ def damage_named(source: object, *kinds: type[Exception]) -> Iterator[None]:
         # Storage errors have an errno; EINVAL results from a damaged offset.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
-        raise UserError(f"{source} is damaged ({on_one_line(error)[:200]}). Fetch it again.") from None
+        raise UserError(
+            f"{source} is damaged ({on_one_line(error)[:200]}). Fetch it again; a table of your own has to be"
+            " correct, and in UTF-8."
+        ) from None
 
 
 def staged_path(source: AnyPath, staging: AnyPath, suffix: str) -> AnyPath:
@@ -134,13 +137,19 @@ def walk(source: AnyPath, collector: Collector, inside: str = "") -> None:
 
 
 def members(source: AnyPath) -> Iterator[Member]:
-    """Yields the members of a plain tar, as `tar_members` does, or of a zip."""
+    """Yields the members of a plain tar, as `tar_members` does, or of a zip. Raises UserError for a damaged zip."""
     if kind(source) != "zip":
         with source.open("rb") as file:
             yield from tar_members(file, 0, file_size(source))
         return
     num_bytes = file_size(source)
-    for member in zip_members(source):
+    with damage_named(source, Exception), source.open("rb") as file, zipfile.ZipFile(file) as opened:
+        infos = opened.infolist()
+    for member in infos:
+        if not member.flag_bits & _UNICODE_NAME:
+            # macOS packs names in UTF-8 and does not say so; zipfile then reads them as the format's first code page.
+            with contextlib.suppress(UnicodeError):
+                member.filename = member.filename.encode(_CODE_PAGE).decode()
         # The packed size is at least 1, because 0 means "not packed" in the table.
         offset, size, packed = member.header_offset, member.file_size, max(member.compress_size, 1)
         fault = ""
@@ -149,18 +158,6 @@ def members(source: AnyPath) -> Iterator[Member]:
         elif not (0 <= offset <= offset + packed <= num_bytes and size < 2**63):
             fault = "damaged zip member (it lies outside the zip)"
         yield Member(member.filename, member.is_dir(), offset, size, fault, packed, not member.is_dir())
-
-
-def zip_members(source: AnyPath) -> list[zipfile.ZipInfo]:
-    """The members of a zip. Raises UserError for a damaged one."""
-    with damage_named(source, Exception), source.open("rb") as file, zipfile.ZipFile(file) as opened:
-        members = opened.infolist()
-    for member in members:
-        if not member.flag_bits & _UNICODE_NAME:
-            # macOS packs names in UTF-8 and does not say so; zipfile then reads them as the format's first code page.
-            with contextlib.suppress(UnicodeError):
-                member.filename = member.filename.encode(_CODE_PAGE).decode()
-    return members
 
 
 def tar_members(file: BinaryIO, start: int, end: int) -> Iterator[Member]:

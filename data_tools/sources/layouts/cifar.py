@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_tools.sources.labels import ClassNumbers, read_names
-from data_tools.sources.layouts.archive import damage_named, tar_members
+from data_tools.sources.layouts.archive import damage_named, members
 from data_tools.sources.listing import Collector
 from data_tools.sources.reader import PIXELS, read_at
 from pipeline.base.errors import UserError
 from pipeline.base.words import printable
-from pipeline.data.storage.bucket import AnyPath, file_size, walk_files
+from pipeline.data.storage.bucket import AnyPath, walk_files
 from pipeline.settings.commands.data import ShardConfig
 
 SPLITS = {"train": "train", "test": "test"}
@@ -55,7 +55,6 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     """Report every image to the collector. source: a folder or a plain tar."""
     files = {file.name: file for file in _files(source)}
     numbers = ClassNumbers(_class_names(files, config.label_names))
-    containers: dict[AnyPath, int] = {}
     for split, part in collector.splits.items():
         if part not in SPLITS:
             raise UserError(f"splits.{split} = {part!r}: CIFAR's own splits are called train and test.")
@@ -63,13 +62,12 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
         if not found:
             raise UserError(f"{source} has no file of CIFAR's {part} split. It has: {', '.join(sorted(files))}.")
         for file in (files[name] for name in found):
-            if file.path not in containers:
-                containers[file.path] = collector.add_container(file.path)
+            container = collector.add_container(file.path)
             with damage_named(file, Exception):  # A damaged pickle may raise any exception.
-                images = list(_images(file))
-            for number, (label, offset) in enumerate(images):
+                labels, start = _images(file)
+            for number, label in enumerate(labels):
                 name = numbers.name(label, f"{file}, image {number}")
-                place = (file.name, containers[file.path], file.offset + offset, _BYTES, PIXELS)
+                place = (file.name, container, file.offset + start + number * _BYTES, _BYTES, PIXELS)
                 collector.sample(split, f"{name}/{file.name}_{number:05d}", [name], *place)
     collector.classes = numbers.classes()
 
@@ -79,12 +77,11 @@ def _files(source: AnyPath) -> Iterator[_BatchFile]:
         for path, size, _ in walk_files(source):
             yield _BatchFile(path.name, path, 0, size)
         return
-    with source.open("rb") as file:
-        for name, is_folder, offset, size, fault, *_ in tar_members(file, 0, file_size(source)):
-            if fault:  # One file holds thousands of images: not an item to skip.
-                raise tarfile.ReadError(f"{printable(name)}: {fault}")
-            if not is_folder:
-                yield _BatchFile(name.rpartition("/")[2], source, offset, size)
+    for name, is_folder, offset, size, fault, *_ in members(source):
+        if fault:  # One file holds thousands of images: not an item to skip.
+            raise tarfile.ReadError(f"{printable(name)}: {fault}")
+        if not is_folder:
+            yield _BatchFile(name.rpartition("/")[2], source, offset, size)
 
 
 def _class_names(files: dict[str, _BatchFile], label_names: str) -> list[str]:
@@ -92,19 +89,18 @@ def _class_names(files: dict[str, _BatchFile], label_names: str) -> list[str]:
         return read_names(label_names, "label_names")
     for name in files.keys() & _NAMES.keys():
         with damage_named(files[name], Exception):
-            return [_text(text) for text in _unpickle(files[name])[_NAMES[name]]]
+            return [_text(text) for text in _unpickle(files[name].read())[_NAMES[name]]]
     return []
 
 
-def _images(file: _BatchFile) -> Iterator[tuple[int, int]]:
-    """(label, offset of the pixels) of each image."""
-    batch = _unpickle(file)
+def _images(file: _BatchFile) -> tuple[list[int], int]:
+    """(label of each image, offset of the first one's pixels)."""
+    content = file.read()
+    batch = _unpickle(content)
     labels, data = batch.get("fine_labels") or batch["labels"], batch["data"]
     if data.nbytes != len(labels) * _BYTES:
         raise ValueError("its `data` is not 3,072 bytes for each of its `labels`")
-    start = file.read().index(data.tobytes())
-    for number, label in enumerate(labels):
-        yield int(label), start + number * _BYTES
+    return [int(label) for label in labels], content.index(data.tobytes())
 
 
 # What a pickled array of numbers calls (NumPy 1 and 2, protocols 2 to 5).
@@ -124,9 +120,9 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module.replace("numpy.core", "numpy._core"), name)
 
 
-def _unpickle(file: _BatchFile) -> dict[str, Any]:
+def _unpickle(data: bytes) -> dict[str, Any]:
     # The original files were written by Python 2: text loads as bytes.
-    content = _Unpickler(io.BytesIO(file.read()), encoding="bytes").load()
+    content = _Unpickler(io.BytesIO(data), encoding="bytes").load()
     return {_text(key): value for key, value in content.items()}
 
 

@@ -68,7 +68,7 @@ def _walk(source: Path, collector: Collector) -> None:
                     collector.folder(name)
                     # Hidden folders (.git) may be huge, those of a system unreadable, and both hold no samples.
                     if is_hidden(entry.name):
-                        collector.hidden_folder(name)
+                        collector.ignore("hidden folders", name)
                     else:
                         folders.append(f"{name}/")
 
@@ -88,6 +88,5 @@ def _look_at(entry: os.DirEntry) -> tuple[int, int, str]:
 
 def _holds_itself(source: Path, name: str) -> bool:
     """Whether a linked folder is one of its own parents: following it would not end."""
-    parents = name.split("/")[:-1]
-    paths = [source, *(source / "/".join(parents[: depth + 1]) for depth in range(len(parents)))]
-    return any(os.path.samefile(source / name, path) for path in paths)
+    parents = (source / name).parents[: name.count("/") + 1]
+    return any(os.path.samefile(source / name, path) for path in parents)

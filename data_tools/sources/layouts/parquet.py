@@ -38,18 +38,14 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
             # Not memory-mapped: all of it is read, once.
             file = open_parquet(path, memory_map=False, pre_buffer=False, buffer_size=2**20)
             schema = file.schema_arrow
-            columns.choose(schema.names, str(path), [("image_column", config.image_column)])
+            _, *wanted = columns.choose(schema.names, str(path), [("image_column", config.image_column)])
             columns.check(schema, str(path), _class_label_names(schema, columns.label))
             images, sizes = _unpack(path, file, config.image_column, staging)
             collector.unpacked[images] = path
             container, offset = collector.add_container(images), 0
-            wanted = [name for name in (columns.label, config.group_column, *config.target_columns) if name]
             batches = file.iter_batches(_VALUES_AT_ONCE, columns=wanted)
             for row, values in enumerate(row for batch in batches for row in batch.to_pylist()):
-                label, group_value = values.get(columns.label), values.get(config.group_column)
-                where = f"{path}, row {row}"
-                names, group = columns.of_row(label, group_value, where)
-                targets = columns.targets_of([values[name] for name in config.target_columns], where)
+                names, group, targets = columns.of_row(values, f"{path}, row {row}")
                 key, size = f"{name.removesuffix('.parquet')}/{row:06d}", int(sizes[row])
                 place = f"{name}, row {row}", container, offset, size
                 collector.sample(split, key, names, *place, group=group, targets=targets)

@@ -1,19 +1,18 @@
 """A list of image files and their labels and numbers, if they have any, as CSV (.csv, .tsv) or Parquet."""
 
-import contextlib
 import os
 import re
-from collections.abc import Iterator
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
 from data_tools.sources.labels import MISSING, WHOLE_NUMBER, TableColumns, check_columns, check_names, is_text
+from data_tools.sources.layouts.archive import damage_named
 from data_tools.sources.listing import Collector
 from pipeline.base.errors import UserError
 from pipeline.base.json_record import quoted
-from pipeline.base.words import counted, missing, on_one_line
+from pipeline.base.words import counted, missing
 from pipeline.data.storage.bucket import AnyPath, BucketPath, locate, name_inside
 from pipeline.data.storage.parquet import open_parquet
 from pipeline.settings.commands.data import ShardConfig
@@ -30,12 +29,12 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
     """
     columns = TableColumns(config, collector)
     listed: dict[BucketPath, dict[str, tuple[int, int]]] = {}
-    lists = {split: source / name if name else source for split, name in collector.splits.items()}
-    of_value = {split: split for split in lists}
     by_column = _split_column(source, config)
     if by_column:
         lists = {", ".join(collector.splits): source}
-        of_value = {value: split for split, value in collector.splits.items()}
+    else:
+        lists = {split: source / name if name else source for split, name in collector.splits.items()}
+    of_value = {value: split for split, value in collector.splits.items()}
     collector.root = source.parent if source.is_file() else source
     for split, path in lists.items():
         if not path.is_file():
@@ -43,42 +42,34 @@ def walk(source: AnyPath, config: ShardConfig, staging: AnyPath, collector: Coll
         others = [("path_column", config.path_column), ("split_column", by_column)]
         wanted = columns.choose(_column_names(path), str(path), others)
         is_csv = path.suffix != ".parquet"
-        table = _read(path, [name for _, name in wanted if name])
+        table = _read(path, wanted)
         if not is_text(kind := table.schema.field(config.path_column).type):
             raise UserError(f"{path}: column {config.path_column!r} holds {kind}, but paths are text.")
         are_numbers = _are_numbers(table[columns.label], config.label_separator) if is_csv and columns.label else None
         columns.check(table.schema, str(path), [], are_numbers)
-        parts = pa.repeat(split, len(table))
         if by_column:
-            parts = _splits(table, by_column, path)
-            _report_splits(path, config, parts, collector)
+            _report_splits(path, config, _splits(table, by_column, path), collector)
         folder = path.parent
         inside = f"{name_inside(folder, collector.root)}/" if folder != collector.root else ""
-        chosen = [config.path_column, columns.label, config.group_column, *config.target_columns]
-        values = [parts, *(table[name] if name else pa.nulls(len(table)) for name in chosen)]
-        batches = pa.table(values, [*map(str, range(len(values)))]).to_batches(_ROWS_AT_ONCE)
-        rows = (row for batch in batches for row in zip(*(column.to_pylist() for column in batch.columns), strict=True))
-        for number, (part, *cells) in enumerate(rows, 1):
-            name, label, group, *targets = cells
-            where = f"{path}, row {number}"
-            if part not in of_value:
+        rows = (row for batch in table.to_batches(_ROWS_AT_ONCE) for row in batch.to_pylist())
+        for number, row in enumerate(rows, 1):
+            name, where = row[config.path_column], f"{path}, row {number}"
+            of_split = of_value.get(str(row[by_column]).strip()) if by_column else split
+            if of_split is None:
                 continue
             if not name:
                 raise UserError(f"{where}: {config.path_column} is empty.")
-            for text in filter(None, cells if is_csv else ()):
+            for text in filter(None, row.values() if is_csv else ()):
                 if re.search(r"[\r\n]", text):
                     # It goes on in the next line: the rows until its end would be lost.
                     raise UserError(
                         f"{where}: {quoted(text)} has a line break. Is a quotation mark missing, or one too many?"
                     )
-            if isinstance(label, str):
-                label = label.split(config.label_separator)
-            names, of_group = columns.of_row(label, group, where)
-            numbers = columns.targets_of(targets, where)
+            names, group, targets = columns.of_row(row, where, config.label_separator)
             place = name if name.startswith("/") or "://" in name else inside + name
             size, mtime = _look_at(locate(folder, name), listed)
-            of_row = names, place, -1, 0, size, 0, of_group, mtime, numbers
-            collector.sample(of_value[part], _key(name), *of_row)
+            of_file = place, -1, 0, size
+            collector.sample(of_split, _key(name), names, *of_file, group=group, mtime=mtime, targets=targets)
     columns.finish()
 
 
@@ -133,19 +124,8 @@ def _report_splits(path: AnyPath, config: ShardConfig, values: pa.ChunkedArray, 
     )
 
 
-@contextlib.contextmanager
-def _reading(path: AnyPath) -> Iterator[None]:
-    """Turns Arrow's errors into UserError."""
-    try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # A disk error; Arrow's errors for damaged data have no errno.
-        raise UserError(f"{path} cannot be read: {on_one_line(error)}. A list is in UTF-8.") from None
-
-
 def _column_names(path: AnyPath) -> list[str]:
-    with _reading(path):
+    with damage_named(path, pa.ArrowException, OSError):
         if path.suffix == ".parquet":
             return open_parquet(path).schema_arrow.names
         with path.open("rb") as text, pacsv.open_csv(text, parse_options=_parse_options(path)) as reader:
@@ -153,8 +133,7 @@ def _column_names(path: AnyPath) -> list[str]:
 
 
 def _read(path: AnyPath, columns: list[str]) -> pa.Table:
-    columns = list(dict.fromkeys(columns))
-    with _reading(path):
+    with damage_named(path, pa.ArrowException, OSError):
         if path.suffix == ".parquet":
             return open_parquet(path).read(columns=columns).select(columns)
         convert = pacsv.ConvertOptions(include_columns=columns, column_types=dict.fromkeys(columns, pa.string()))

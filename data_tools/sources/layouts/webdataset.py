@@ -6,13 +6,12 @@ import contextlib
 import itertools
 import re
 import tarfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, BinaryIO
 
 from data_tools.sources.labels import ClassNumbers, read_names, refuse_other_names
-from data_tools.sources.layouts.archive import Member, damage_named, tar_members
+from data_tools.sources.layouts.archive import MEMBERS_TO_LOOK_AT, Member, damage_named, members, tar_members
 from data_tools.sources.listing import NOT_UTF8, Collector
 from data_tools.sources.reader import read_at
 from data_tools.sources.split_files import split_files
@@ -31,11 +30,10 @@ _NO_LABEL_IN_JSON = f".json: no whole numbers under any of {', '.join(_LABEL_KEY
 _NO_IMAGE = "no image beside it; the files of a sample follow one another, as 1.jpg 1.cls 2.jpg 2.cls"
 _OTHER_NAME = "an extension begins at the first dot of a name; that of a sample's image is jpg, png, ... alone"
 _TWICE = "a second file of this name in a sample; webdataset refuses such tars"
-_MEMBERS_TO_LOOK_AT = 16
 # How many tars, and samples of each, are looked at to see what samples are.
 _PROBED_TARS, _PROBED_SAMPLES = 8, 6
-# Names that tools such as img2dataset give to shards: 00000.tar, train-000000.tar.
-_NUMBERED = re.compile(r"(.*[-_])?\d{5,}\.tar")
+# Names that tools such as img2dataset give to shards, rather than to classes: 00000.tar, train-000000.tar.
+NUMBERED = re.compile(r"(.*[-_])?\d{5,}\.tar")
 # Limit of a label file; a .json may also hold captions and boxes.
 _MAX_LABEL_BYTES = 2**24
 
@@ -113,66 +111,56 @@ def known_class_names(source: AnyPath, files: list[tuple[str, str, AnyPath]], la
 
 def is_shard(path: AnyPath) -> bool:
     """Whether there are labels or captions (.cls, .json) among the first members of a tar."""
-    with path.open("rb") as file:
-        members = list(itertools.islice(tar_members(file, 0, file_size(path)), _MEMBERS_TO_LOOK_AT))
-    return any(split_name(member.name)[1] in ("cls", "json") for member in members if not member.is_folder)
-
-
-def is_numbered(path: AnyPath) -> bool:
-    """Whether a tar has the name of a shard, such as 00000.tar, rather than of a class."""
-    return _NUMBERED.fullmatch(path.name) is not None
+    first = itertools.islice(members(path), MEMBERS_TO_LOOK_AT)
+    return any(split_name(member.name)[1] in ("cls", "json") for member in first if not member.is_folder)
 
 
 def complete_samples(file: BinaryIO, path: AnyPath) -> Iterator[TarSample]:
-    """Yields what `samples_of` does, in tar order. Raises UserError when the tar is damaged."""
-    with damage_named(path, tarfile.TarError):
-        members = tar_members(file, 0, file_size(path))
-        yield from samples_of((member for member in members if not member.is_folder), partial(read_at, file))
-
-
-def samples_of(members: Iterable[Member], read: Callable[[int, int], bytes]) -> Iterator[TarSample]:
-    """Yields every sample with an image, and those that should have one but do not. members: the files of a tar, in
-    order.
+    """Yields every sample with an image, and those that should have one but do not, in tar order. Raises UserError when
+    the tar is damaged.
 
     Consecutive files with one key are a sample, and hidden files (._1.jpg beside 1.jpg in a tar made on a Mac) belong
-    to none, as in webdataset; a .cls takes precedence over a .json. read: returns bytes of the tar by offset and size.
+    to none, as in webdataset; a .cls takes precedence over a .json.
     """
-    named = ((*split_name(member.name), member) for member in members)
-    parts = (part for part in named if part[0] and not part[0].endswith("/"))
-    for key, group in itertools.groupby(parts, key=lambda part: part[0]):
-        image: Member | None = None
-        instead: tuple[Member, str] | None = None  # The first file that should have had one, and why it has none.
-        labels, fault, has_label_file, is_array = [], _NO_LABEL, False, False
-        twice, extensions = None, set[str]()
-        for _, ext, member in group:
-            twice = member if ext in extensions else twice
-            extensions.add(ext)
-            if f".{ext}" in EXTENSIONS:
-                # Beside a photograph, an array is something else, such as its features.
-                if image is None or (is_array and f".{ext}" not in ARRAYS):
-                    image, is_array = member, f".{ext}" in ARRAYS
-            elif f".{ext.rpartition('.')[2]}" in EXTENSIONS:
-                instead = instead or (member, _OTHER_NAME)
-            elif ext in ("cls", "json") and (fault or ext == "cls"):
-                try:
-                    found = _read_labels(ext, member, read)
-                    labels, fault = found or [], "" if found is not None else _NO_LABEL_IN_JSON
-                    has_label_file = has_label_file or found is not None
-                except ValueError as error:
-                    fault = f".{ext}: {error}"
-                    # A .json that cannot be read names no label: among those of captions it is one bad sample.
-                    has_label_file = has_label_file or not isinstance(error, UserError)
-                # Any program may leave a .json by itself in a tar, such as a list of names.
-                if ext == "cls" or not fault:
-                    instead = instead or (member, _NO_IMAGE)
-        if twice and (image or instead):
-            yield TarSample(key, twice.name, twice.offset, twice.size, [], _TWICE, has_label_file)
-        elif image is not None:
-            fault = image.fault or (fault if is_utf8(image.name) else NOT_UTF8)
-            yield TarSample(key, image.name, image.offset, image.size, labels, fault, has_label_file)
-        elif instead:
-            member, fault = instead
-            yield TarSample(key, member.name, member.offset, member.size, [], fault, has_label_file)
+    with damage_named(path, tarfile.TarError):
+        files = (member for member in tar_members(file, 0, file_size(path)) if not member.is_folder)
+        named = ((*split_name(member.name), member) for member in files)
+        parts = (part for part in named if part[0] and not part[0].endswith("/"))
+        for key, group in itertools.groupby(parts, key=lambda part: part[0]):
+            image: Member | None = None
+            instead: tuple[Member, str] | None = None  # The first file that should have had one, and why it has none.
+            labels, fault, has_label_file, is_array = [], _NO_LABEL, False, False
+            twice, extensions = None, set[str]()
+            for _, ext, member in group:
+                twice = member if ext in extensions else twice
+                extensions.add(ext)
+                if f".{ext}" in EXTENSIONS:
+                    # Beside a photograph, an array is something else, such as its features.
+                    if image is None or (is_array and f".{ext}" not in ARRAYS):
+                        image, is_array = member, f".{ext}" in ARRAYS
+                elif f".{ext.rpartition('.')[2]}" in EXTENSIONS:
+                    instead = instead or (member, _OTHER_NAME)
+                elif ext in ("cls", "json") and (fault or ext == "cls"):
+                    try:
+                        found = _read_labels(file, ext, member)
+                        labels, fault = found or [], "" if found is not None else _NO_LABEL_IN_JSON
+                        has_label_file |= found is not None
+                    except ValueError as error:
+                        fault = f".{ext}: {error}"
+                        # A .json that cannot be read names no label: among those of captions it is one bad sample.
+                        has_label_file |= not isinstance(error, UserError)
+                    # Any program may leave a .json by itself in a tar, such as a list of names.
+                    if ext == "cls" or not fault:
+                        instead = instead or (member, _NO_IMAGE)
+            if twice and (image or instead):
+                member, labels, fault = twice, [], _TWICE
+            elif image is not None:
+                member, fault = image, image.fault or (fault if is_utf8(image.name) else NOT_UTF8)
+            elif instead:
+                (member, fault), labels = instead, []
+            else:
+                continue
+            yield TarSample(key, member.name, member.offset, member.size, labels, fault, has_label_file)
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -182,7 +170,7 @@ def split_name(name: str) -> tuple[str, str]:
     return folder + slash + stem, ext.lower()
 
 
-def _read_labels(ext: str, member: Member, read: Callable[[int, int], bytes]) -> list[int] | None:
+def _read_labels(file: BinaryIO, ext: str, member: Member) -> list[int] | None:
     """Returns sorted, distinct labels; None for a .json that names none.
 
     Raises UserError for a .json that cannot be read, ValueError for wrong labels and for any fault of a .cls.
@@ -190,7 +178,7 @@ def _read_labels(ext: str, member: Member, read: Callable[[int, int], bytes]) ->
     if member.fault or member.size > _MAX_LABEL_BYTES:
         fault = member.fault or f"{counted(member.size, 'byte')} is too large for labels"
         raise UserError(fault) if ext == "json" else ValueError(fault)
-    data = read(member.offset, member.size)
+    data = read_at(file, member.offset, member.size)
     if ext == "cls":
         if not re.fullmatch(rb"\s*[+-]?\d{1,18}\s*", data):
             raise ValueError(f"{data[:40]!r} is not an integer")

@@ -127,8 +127,8 @@ class ShardConfig(ImagesConfig):
     """list: column of the split of an image, if the list has it: splits chooses among its values, and renames them;
     empty: none.
     """
-    label_names: PathText = ""
-    """File of class names, one per line, for labels that are numbers from 0."""
+    label_names: PathText = setting("", needs="layout=auto,imagenet1k,cifar,parquet,list,webdataset")
+    """File of class names, one per line, for labels that are numbers from 0. (class_list chooses among classes.)"""
     class_list: PathText = ""
     """File of class names, one per line: keep only these, in this order."""
     min_images: NonNegativeInt = 0

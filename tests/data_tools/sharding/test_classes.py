@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from raw_images import jpeg, settings, write_folder, write_tar
 
-from data_tools.sharding.classes import apply_rules, odd_classes, readable_names, refuse_untrained
-from data_tools.sharding.holdout import hold_out
+from data_tools.sharding.selection import apply_rules, hold_out, odd_classes, readable_names, refuse_untrained
 from data_tools.sources import Listing, list_source
 from data_tools.sources.listing import label_pairs
 from pipeline.base.errors import UserError

@@ -9,8 +9,7 @@ import pytest
 from raw_images import jpeg, settings, write_folder
 
 from data_tools.sharding import index, shard
-from data_tools.sharding.classes import apply_rules
-from data_tools.sharding.holdout import describe_groups, groups_of, hold_out, with_groups
+from data_tools.sharding.selection import apply_rules, describe_groups, groups_of, hold_out, with_groups
 from data_tools.sources import Listing, list_source
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import INFO, Dataset, open_dataset

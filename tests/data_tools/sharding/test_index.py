@@ -122,7 +122,7 @@ def test_no_sample_of_a_split_is_no_data_set(ray_cluster: int, tmp_path: Path) -
     write_tar({"1.jpg": jpeg(1), "1.cls": b"0"}, tmp_path / "t/train-0.tar")
     write_tar({"2.jpg": b"no image", "2.cls": b"1"}, tmp_path / "t/val-0.tar")
     splits = {"train": "train", "val": "val"}
-    with pytest.raises(UserError, match=r"no tar of split 'val' has an image that can be used.*val-0.tar: 2.jpg \("):
+    with pytest.raises(UserError, match=r"no image of split 'val' can be used.*val-0.tar: 2.jpg \("):
         run(config(tmp_path / "t", tmp_path / "out", splits=splits, max_bad_share=1.0))
     assert not (tmp_path / "out/dataset.json").exists()
 

@@ -7,9 +7,8 @@ import pytest
 from raw_images import jpeg, write_folder
 
 from data_tools.sharding import plan
-from data_tools.sharding.classes import apply_rules
-from data_tools.sharding.holdout import hash_keys, with_groups
 from data_tools.sharding.plan import make_plan, read_images
+from data_tools.sharding.selection import apply_rules, hash_keys, with_groups
 from data_tools.sources import Listing, list_source, spill
 from data_tools.sources import listing as listing_module
 from data_tools.sources.split_files import PARTS
@@ -39,7 +38,7 @@ def listed(config: ShardConfig, staging: Path) -> Listing:
 
 def by_sorting(listing: Listing, config: ShardConfig) -> list[tuple[str, list]]:
     """(name, samples) of each shard, by one sort of all rows in memory."""
-    mix, of_split = hash_keys(listing.table["key"], f"{config.seed}:"), listing.table["split"].to_numpy()
+    mix, of_split = hash_keys(listing.table["key"].to_pylist(), f"{config.seed}:"), listing.table["split"].to_numpy()
     shards = []
     for number, split in enumerate(listing.splits):
         rows = np.flatnonzero(of_split == number)

@@ -12,7 +12,7 @@ from raw_images import jpeg, settings, write_folder
 
 from data_tools.sharding import shard
 from data_tools.sharding.kinds import join_channels
-from data_tools.sharding.targets import describe_targets
+from data_tools.sharding.selection import describe_targets
 from data_tools.sources import Listing, list_source
 from pipeline.base.errors import UserError
 from pipeline.data.dataset.manifest import SAMPLES_FILE, open_dataset

@@ -180,5 +180,5 @@ def test_parquet_of_a_bucket_that_fails_is_not_called_damaged(tmp_path: Path, s3
             list_source(there, config, tmp_path / "staging")
     server.reset()
     put(there, path.read_bytes()[:-20])
-    with pytest.raises(UserError, match=r"^s3://\S+a.parquet is damaged \(.*\)\. Fetch it again\.$"):
+    with pytest.raises(UserError, match=r"^s3://\S+a.parquet is damaged \(.*\)\. Fetch it again;"):
         list_source(there, ShardConfig(source=str(there), out="unused"), tmp_path / "staging")
