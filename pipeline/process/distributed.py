@@ -99,23 +99,23 @@ class Ranks:
             raise box[0]
         return box[0]
 
-    def on_main(self, function: Callable[[], Any]) -> Any:
+    def on_main(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call `function` on rank 0, and return its result on every rank. A UserError is raised on every rank."""
         value = None
         if self.is_main:
             try:
-                value = function()
+                value = function(*arguments)
             except UserError as error:
                 # All ranks have it from here on, so only rank 0 prints it.
                 value = UserError(str(error)) if error.on_one_rank else error
         return self.agree(value)
 
-    def on_all(self, function: Callable[[], T]) -> T:
+    def on_all(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call `function`, which reads files that may be others on another host; returns its result. A UserError ends
         all ranks.
         """
         try:
-            return function()
+            return function(*arguments)
         except UserError as error:
             raise OneRankError(str(error)) from error
 
