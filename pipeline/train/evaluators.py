@@ -88,13 +88,11 @@ class Evaluator:
             found = self.measure_on_all_ranks(step)
         if self._is_saved(step) and run.plan.best_from == self.name:
             self._mark_best(step, found.metrics[run.config.checkpoint.best])
-        lines = [
+        run.console.say(
             f"step {step:,}: {found.line}",
             *run.collapses.changed(self.name, step, found.collapse),
             *run.worse.changed(self.name, step, found.worse),
-        ]
-        for line in lines:
-            run.console.say(line)
+        )
         if run.tracker:
             run.tracker.log(step, found.metrics)
             write_text(run.folder / self.file, json.dumps(json_record.without_nan({"step": step, **found.content})))
@@ -218,13 +216,10 @@ def worse_than_first(metrics: Mapping[str, float], first: Mapping[str, float], n
     )
 
 
-EVALUATORS: dict[str, type[Evaluator]] = {kind.name: kind for kind in (SplitEvaluator, ProbeEvaluator)}
-
-
 def evaluators_of(run: TrainingRun) -> list[Evaluator]:
     """The evaluators of a run: those that measure something of it."""
     measured = objectives.metrics(run.config)
-    return [kind(run) for name, kind in EVALUATORS.items() if measured[name]]
+    return [kind(run) for kind in (SplitEvaluator, ProbeEvaluator) if measured[kind.name]]
 
 
 @dataclass(frozen=True)

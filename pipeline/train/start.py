@@ -92,14 +92,16 @@ def _train(stop: Stop, prepared: Prepared) -> None:
 
 def _train_until_stopped(run: "TrainingRun") -> str:
     """Train to the end and return "", or, if asked to stop, commit a checkpoint and return the reason."""
-    from pipeline.train.fitted_head import save_fitted_head_on_all_ranks  # Late: these import torch.
-    from pipeline.train.loop import train_on_all_ranks
+    from pipeline.train.loop import train_on_all_ranks  # Late: imports torch.
 
     progress, stop = run.progress, run.stop
     try:
         stop.begin_training(progress.start)
-        if run.head_metrics:
-            save_fitted_head_on_all_ranks(run)
+        if run.head_metrics:  # Committed as step 0, so that a restart does not fit again.
+            if run.tracker:
+                run.tracker.log(0, run.head_metrics)
+            run.save_on_all_ranks()
+            run.saver.wait()
         for evaluator in run.evaluators:
             if run.ranks.agree(evaluator.is_missing(progress.start)):
                 evaluator.evaluate_on_all_ranks(progress.start)
