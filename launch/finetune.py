@@ -32,11 +32,11 @@ def finetune(config: RunConfig) -> None:
     from data_tools.sharding.shard_once import shard_once
     from pipeline.train.start import (  # Late, so that a mistake in the settings is reported without pyarrow.
         refuse_missing_weights,
-        run,
+        run_training,
     )
 
     shard_once(config.data.path, lambda: refuse_missing_weights(config))
-    run(config, draw="pipeline.review.draw")
+    run_training(config, draw="pipeline.review.draw")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pipeline.base.errors import CrashError, OneRankCrashError, OneRankError, UserError
 from pipeline.base.words import counted
 from pipeline.process import waits
-from pipeline.process.launcher import busy_port, free_port, key_of_start
+from pipeline.process.launcher import free_port, key_of_start
 
 T = TypeVar("T")
 # This many missing ranks are named.
@@ -210,7 +210,10 @@ def all_started(ranks: Ranks, meet: Callable[[bool], None] = lambda hosts_store:
                 pause()
         except RuntimeError as error:  # Torch's errors of networks.
             if "EADDRINUSE" in str(error):  # The port was free when the run started.
-                raise busy_port() from None
+                raise UserError(
+                    f"MASTER_PORT = {port} is in use on this host, or kept for the system. Choose another: deepspeed"
+                    " --master_port PORT, torchrun --master_port PORT, or in the environment."
+                ) from None
             raise crash(f"rank 0, where the ranks meet ({address}:{port}), ended before all had started.") from None
     yield
 

@@ -41,18 +41,13 @@ class Prepared:
     draw: str | None = None
 
 
-def run(config: RunConfig, draw: str) -> None:
+def run_training(config: RunConfig, draw: str | None = None) -> None:
     """Train, in a process started by a launcher or directly. draw: see `prepare`. Raises UserError for a user's
     mistake.
     """
     check_environment()
     quiet_torch()
     share_cores()
-    run_training(config, draw)
-
-
-def run_training(config: RunConfig, draw: str | None = None) -> None:
-    """`run`, in a process whose launcher was checked. draw: see `prepare`."""
     folder = Path(config.out, config.name)
     with Stop(folder, config.train.stop_after_minutes) as stop:  # First, so that signals are handled during slow work.
         with _said_by_each_host(), Work("importing PyTorch, opening the data"):
@@ -113,7 +108,7 @@ def _train_until_stopped(run: "TrainingRun") -> str:
     except Stopped:  # On all ranks at the same step or evaluation batch.
         run.save_before_stop_on_all_ranks()
         run.saver.wait()
-        return stop.agreed_reason_on_all_ranks()
+        return next(filter(None, run.ranks.gather(stop.reason)))
     stop.committed(progress.step)
     run.report_bad_samples_on_all_ranks()
     return ""
@@ -135,7 +130,7 @@ def _said_by_each_host() -> Iterator[None]:
 def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     """Open the data and plan the run. Raises UserError for invalid settings, data or weights.
 
-    draw: module that draws the figures of a run folder, in a process of its own (`drawing.py`); None: no figures.
+    draw: module that draws the figures of a run folder, in a process of its own (`DrawingProcess`); None: no figures.
     """
     from pipeline.data.dataset.manifest import open_dataset
     from pipeline.data.mixture.run_data import open_run_data
