@@ -1,8 +1,12 @@
-"""A run in training: what it consists of, and what the loop does beside the step: loss spikes, logging, saving."""
+"""A run in training: what it consists of, and what the loop does beside the step: loss spikes, logging, saving,
+figures.
+"""
 
 import contextlib
 import json
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -10,12 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import Tensor
 
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import DivergedError, UserError
-from pipeline.base.files import write_text
+from pipeline.base.files import replacing, write_text
 from pipeline.base.metric import Metric
 from pipeline.base.progress import duration
 from pipeline.base.trained_on import TRAINED_ON, TrainedSet
@@ -27,14 +32,17 @@ from pipeline.checkpoint.writer import Commit
 from pipeline.cluster.logged_models import logged_models
 from pipeline.cluster.status_files import RUN_FOLDER, Ending, write_settings
 from pipeline.cluster.stop import Stop
+from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Batch
 from pipeline.data.loading.order import batches_before, skip_batches
 from pipeline.data.storage.bucket import AnyPath
 from pipeline.data.storage.retry import Retry
 from pipeline.estimate.memory import checkpoint_bytes
+from pipeline.evaluate.classify import Predictions, outcomes
+from pipeline.evaluate.regression import TargetPredictions
 from pipeline.model import Model
 from pipeline.monitor.health import Reports, SlowRanks, SpikePolicy
-from pipeline.monitor.page_folder import PageFolder, Start
+from pipeline.monitor.page_folder import LOG, PAGE, PageFolder, Start
 from pipeline.monitor.profile import Meter, peak_flops
 from pipeline.monitor.run_page import RunFacts, WeightsOrigin
 from pipeline.monitor.tracking import Tracker
@@ -43,8 +51,9 @@ from pipeline.objectives.parameters.optimizers import peak_rate
 from pipeline.process import waits
 from pipeline.process.console import Console, progress_line
 from pipeline.process.distributed import Ranks
+from pipeline.process.launcher import VARIABLES
+from pipeline.process.start import child_environment
 from pipeline.settings import schema
-from pipeline.train.drawing import DrawingProcess
 from pipeline.train.loop import Feed
 from pipeline.train.shown_facts import environment, last_scores, run_facts
 from pipeline.train.start import Prepared
@@ -52,6 +61,8 @@ from pipeline.train.start import Prepared
 if TYPE_CHECKING:  # DeepSpeed is imported late: it takes seconds.
     from pipeline.train.zero.engine import Engine
 
+# At most this many images are kept for the figures, the first ones of the split.
+_MAX_IMAGES = 50_000
 # Settings by dotted name, data and number of ranks, which identify a run.
 Identity = dict[str, Any]
 
@@ -141,6 +152,71 @@ class StartingPoint(Prepared):
     @property
     def folder(self) -> Path:
         return self.stop.folder.path
+
+
+class DrawingProcess:
+    """Draws the figures of a run at evaluations, in a process of low priority, `python -m MODULE RUN_FOLDER`, and at
+    its end, with --final, which waits for the last drawing.
+
+    Rank 0 only. The process reads the run folder, so it needs nothing of this one. Which module draws is up to the
+    command that starts the run: reports use the same figures, and their rooms are above this one.
+    timeout: seconds that the end of a run waits for the last one.
+    """
+
+    def __init__(self, folder: Path, module: str, timeout: float = 60.0) -> None:
+        self.folder, self.timeout = folder.resolve(), timeout
+        # -P: of this code, whatever the working folder holds; paths in the settings are relative to that folder.
+        self.command = (sys.executable, "-P", "-m", module, str(self.folder))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def begin(self, predictions: Predictions | TargetPredictions | None, split: Split | None) -> None:
+        """Keep the predictions of an evaluation, and draw, unless a drawing is in progress."""
+        with contextlib.suppress(OSError):  # A full disk, which the next checkpoint reports.
+            if predictions is not None and split is not None:
+                self._keep(predictions, split)
+            if self._process is None or self._process.poll() is not None:
+                self._process = self._start(("nice", "-n", "19", *self.command))
+
+    def end(self, last: bool) -> None:
+        """End a drawing in progress. last: draw once more, with the figures that need the weights."""
+        self._kill()
+        if last:
+            # At the priority of the run, which waits for it: at a lower one, other programs of the host would hold up
+            # its end.
+            with (
+                contextlib.suppress(OSError, subprocess.TimeoutExpired),
+                waits.waiting("the last figures", self.timeout),
+            ):
+                self._process = self._start((*self.command, "--final"))
+                self._process.wait(self.timeout)
+            self._kill()
+
+    def _keep(self, predictions: Predictions | TargetPredictions, split: Split) -> None:
+        num = min(len(split), _MAX_IMAGES)
+        arrays = {"rows": np.arange(num)}
+        if isinstance(predictions, TargetPredictions):
+            values = np.where(predictions.readable[:, None], predictions.values, np.nan)
+            arrays |= {"targets": predictions.targets, "values": values}
+        else:
+            true, predicted = outcomes(predictions, split)
+            arrays |= {"true": true, "predicted": predicted, "of_label": predictions.of_label}
+            arrays["probability"] = predictions.probabilities[:, 0]
+        if split.groups is not None:
+            arrays["groups"] = split.groups
+        (self.folder / PAGE).mkdir(parents=True, exist_ok=True)
+        with replacing(self.folder / PAGE / "predictions.npz") as file:
+            np.savez_compressed(file, allow_pickle=False, **{name: array[:num] for name, array in arrays.items()})
+
+    def _start(self, command: tuple[str, ...]) -> subprocess.Popen[bytes]:
+        # It is not a rank.
+        environment = {name: value for name, value in child_environment().items() if name not in VARIABLES}
+        with open(self.folder / PAGE / LOG, "ab") as log:
+            return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()  # No-op once it has ended.
+            self._process.wait()
 
 
 class TrainingRun(StartingPoint):
@@ -452,15 +528,13 @@ class TrainingRun(StartingPoint):
     def _result(self, facts: RunFacts, status: str, outcome: str) -> str:
         """Markdown for the end of the description: what was measured, and what a reviewer should know of it."""
         plan, step, meter, bad = self.plan, self.progress.step, self.meter, self.counts.unreadable
-        table = [
-            "| | planned | done |",
-            "|---|---|---|",
-            f"| steps | {plan.steps:,} | {step:,} |",
-            f"| images | {plan.steps * plan.global_batch:,} | {step * plan.global_batch:,} |",
-            "| arithmetic | {} | {} |".format(
-                *(si(1e18 * facts.axes(n).get("exaflops", 0.0), "FLOP") for n in (plan.steps, step))
-            ),
-        ]
+        planned, done = (si(1e18 * facts.axes(n).get("exaflops", 0.0), "FLOP") for n in (plan.steps, step))
+        table = (
+            "| | planned | done |\n|---|---|---|\n"
+            f"| steps | {plan.steps:,} | {step:,} |\n"
+            f"| images | {plan.steps * plan.global_batch:,} | {step * plan.global_batch:,} |\n"
+            f"| arithmetic | {planned} | {done} |"
+        )
         # A rank that failed cannot ask the others: it knows of its own images, and what they counted at the last log
         # line.
         until = ""
@@ -477,7 +551,7 @@ class TrainingRun(StartingPoint):
         warnings += [self.collapses.first.rstrip(".")] * bool(self.collapses.first)
         warned = f"Warnings: {', '.join(warnings)}" if warnings else "No step was skipped, no image unreadable"
         found = "; ".join([outcome, *last_scores(self.folder, facts)])
-        lines = [f"**Result**, with 95 % intervals: {found}. {warned}{until}.", "\n".join(table)]
+        lines = [f"**Result**, with 95 % intervals: {found}. {warned}{until}.", table]
         if meter.total_seconds:
             lines.append(
                 f"{significant(meter.average)} images/s over {duration(meter.total_seconds)} of training since the last"

@@ -194,8 +194,12 @@ def versions() -> Identity:
     code = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         code.update(file.read_bytes())
-    packages = {"torch": torch.__version__, "deepspeed": deepspeed.__version__}
-    return {"python": platform.python_version(), **packages, "this code": code.hexdigest()[:12]}
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "this code": code.hexdigest()[:12],
+    }
 
 
 def refuse_other_facts(mine: Identity, of_rank_0: Identity) -> None:
@@ -361,14 +365,9 @@ def _build_training_on_all_ranks(
 
     config, plan, ranks = start.config, start.plan, start.ranks
     clock = StepClock(ranks.device)
-
-    def begin_feed() -> Feed:
-        feed = Feed(config, plan, start.data.split, ranks, start.stop, clock, start.model.config.pixels)
-        undone.enter_context(feed.loader)
-        return feed
-
     # First, because it may fork processes, which should inherit little of what trains.
-    feed = ranks.on_all(begin_feed)
+    feed = ranks.on_all(Feed, start, clock)
+    undone.enter_context(feed.loader)
     head_metrics = fit_head_on_all_ranks(start) if start.resumed is None and config.init.fit_head else {}
     start.model.activation_checkpointing = config.engine.activation_checkpointing
     objective = ranks.on_all(objectives.create, config, start.model)  # It may read weights.

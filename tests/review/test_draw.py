@@ -28,7 +28,7 @@ from pipeline.review.record import LastPredictions
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ScoreConfig
 from pipeline.train import bookkeeping
-from pipeline.train.drawing import DrawingProcess
+from pipeline.train.bookkeeping import DrawingProcess
 
 OF_EVALUATION = {"confusion.png", "predictions.png"}
 

@@ -401,7 +401,7 @@ class Engine:
             state = self.client.state[shard.key]
             for name in sharded.states:
                 if name not in (WEIGHTS, EMA) and name not in state and not self._lacks(shard, name):
-                    state[name] = torch.zeros_like(shard.key, memory_format=torch.preserve_format, requires_grad=False)
+                    state[name] = torch.zeros_like(shard.key)
             if counters.optimizer_steps is not None and not self._lacks(shard, "step"):
                 # A fused kernel reads it where the weights are; torch's other optimizers count on the host.
                 fused = any(group.get("fused") for group in self.client.param_groups)

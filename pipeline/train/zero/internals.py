@@ -186,8 +186,9 @@ _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 def loss_scale(engine: Any) -> dict[str, Any] | None:
     """State of the loss scaler in fp16, else None."""
-    scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
-    return {name: getattr(scaler, name) for name in _LOSS_SCALE} if scaler else None
+    if not engine.fp16_enabled():
+        return None
+    return {name: getattr(engine.optimizer.loss_scaler, name) for name in _LOSS_SCALE}
 
 
 def set_loss_scale(engine: Any, state: dict[str, Any]) -> None:
