@@ -305,12 +305,10 @@ class Stop:
         end: Any = object()
 
         def take() -> Any:
-            if self.is_wanted():
-                return end
-            try:
-                return next(items, end)
-            except Interrupted:
-                return end
+            if not self.is_wanted():
+                with contextlib.suppress(Interrupted):
+                    return next(items, end)
+            return end
 
         def ask() -> Callable[[], float]:
             return self._ranks.sum_later(float(self.is_wanted()) + 0.5 * flag())

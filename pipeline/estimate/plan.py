@@ -83,12 +83,6 @@ class Plan:
     def epochs(self) -> float:
         return self.steps * self.global_batch / self.num_samples
 
-    @property
-    def evaluations(self) -> str:
-        """Such as "evaluation every 100"."""
-        every = self.evaluate_every.get("scores")
-        return f"evaluation every {every:,}" if every else "no evaluation"
-
     def notes(self, config: RunConfig) -> list[str]:
         """A line for a run that no held-out split measures, and one for each setting that was changed to fit."""
         named: list[str] = []
@@ -108,10 +102,12 @@ class Plan:
         """The plan in one line for the log."""
         if not self.steps:
             return f"no step of training: a head is fitted to {counted(self.num_samples, 'image')} (init.fit_head)"
+        every = self.evaluate_every.get("scores")
+        evaluation = f"evaluation every {every:,}" if every else "no evaluation"
         return (
             f"{counted(self.steps, 'step')} of {self.global_batch} = {counted(self.world_size, 'rank')} x"
             f" {self.accumulation} x {counted(self.micro_batch, 'sample')} ({self.epochs:.1f} epochs of"
-            f" {self.num_samples:,}), warm-up {self.warmup:,}, {self.evaluations}, checkpoint every"
+            f" {self.num_samples:,}), warm-up {self.warmup:,}, {evaluation}, checkpoint every"
             f" {counted(self.checkpoint_every, 'step')}"
         )
 
