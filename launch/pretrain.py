@@ -21,11 +21,11 @@ def pretrain(config: RunConfig) -> None:
     from data_tools.sharding.shard_once import shard_once
     from pipeline.train.start import (  # Late: --help and mistakes in the settings need no pyarrow.
         refuse_missing_weights,
-        run,
+        run_training,
     )
 
     shard_once(config.data.path, lambda: refuse_missing_weights(config))
-    run(config, draw="pipeline.review.draw")
+    run_training(config, draw="pipeline.review.draw")
 
 
 def settings_of_the_objective(arguments: Sequence[str]) -> str:

@@ -1,5 +1,4 @@
-"""A run on its hosts: state files of its folder, stopping, supervision; in ray_tasks/ tasks and ranks on
-Ray.
+"""A run on its hosts: state files of its folder, stopping, supervision; tasks and ranks on Ray.
 
 Imports checkpoint/, monitor/, data/storage (paths), settings/, process/ and base/. Used by train/, experiment/,
 review/, data_tools/ and launch/.

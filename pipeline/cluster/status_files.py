@@ -64,7 +64,7 @@ class Failure:
 
 
 class RunFolder:
-    """The folder of the run in this process. Rank 0 locks it; ours: every rank knows that rank 0 has the lock.
+    """The folder of the run in this process. held: the lock, on rank 0. ours: every rank knows that rank 0 has it.
 
     before: how the start before ended, in words, once this one has the lock; rank 0 only.
     """
@@ -72,8 +72,8 @@ class RunFolder:
     def __init__(self, path: Path, rank: int) -> None:
         self.path, self.rank, self.before = path, rank, ""
         self.ours = False
-        self.is_owner = self.is_locked = False
-        self._lock: FileLock | None = None
+        self.is_locked = False
+        self.held: FileLock | None = None
         self._saying = threading.Lock()  # Training and the thread that hears of stops both write the status.
 
     def lock(self) -> UserError | None:
@@ -93,7 +93,7 @@ class RunFolder:
             who = lock.read_owner() or _UNKNOWN_HOLDER
             lock.close()
             return UserError(f"{self.path} is in use by {who}. Stop that one, or start another run with name=...")
-        self._lock, self.is_owner = lock, True
+        self.held = lock
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         lock.write_owner(f"host {socket.gethostname()}, pid {os.getpid()}, since {since}")
         self.before = last_end_in_words(self.path)  # Not earlier: the last start may have been about to end.
@@ -101,13 +101,13 @@ class RunFolder:
         return None
 
     def unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-        self._lock, self.is_owner, self.is_locked = None, False, False
+        if self.held:
+            self.held.close()
+        self.held, self.is_locked = None, False
 
     def say_status(self, status: Status) -> None:
         """Replace status.json. No-op unless this process holds the folder (rank 0)."""
-        if not self.is_owner:
+        if not self.held:
             return
         path, text = self.path / "status.json", json.dumps(asdict(status))
         with self._saying:
@@ -134,9 +134,8 @@ class RunFolder:
 
     def take_stderr(self) -> None:
         """Redirect stderr of this process, including native libraries, to the traceback file."""
-        file = os.open(self._failure_file().with_suffix(".txt"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        os.dup2(file, 2)
-        os.close(file)
+        with open(self._failure_file().with_suffix(".txt"), "ab") as file:
+            os.dup2(file.fileno(), 2)
 
     def take_back_failure(self) -> None:
         self._failure_file().unlink(missing_ok=True)
@@ -223,12 +222,10 @@ def last_end_in_words(path: Path) -> str:
 def read_failures(path: Path) -> dict[int, Failure]:
     """Read the failure records of the last start, by rank."""
     found = {}
-    files: list[Path] = []
     with contextlib.suppress(OSError):  # The file server fails.
-        files = sorted((path / "failures").glob("rank-*.json"))
-    for file in files:
-        if failure := json_record.read_or_none(file, Failure):  # An unreadable record counts as missing.
-            found[failure.rank] = failure
+        for file in sorted((path / "failures").glob("rank-*.json")):
+            if failure := json_record.read_or_none(file, Failure):  # An unreadable record counts as missing.
+                found[failure.rank] = failure
     return found
 
 

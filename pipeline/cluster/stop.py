@@ -1,7 +1,7 @@
 """Graceful stopping: stop requests, agreement of the ranks on a step, and the status that a run leaves behind.
 
 A stop is requested by SIGTERM, SIGINT, SIGUSR1 or SIGHUP to any rank, by a file `stop` in the run folder, by
-`train.stop_after_minutes`, or by the end of the ranks' launcher (pipeline/process/launcher_process.py).
+`train.stop_after_minutes`, or by the end of the ranks' launcher (pipeline/process/launcher.py).
 A thread on each rank receives the request, even while the main thread is blocked in a collective, and forwards it
 through the process group's store, so that a rank waiting for data learns of it too. The ranks then agree: an
 asynchronous all-reduce accompanies each item (a training step, an evaluation batch), and all stop before the same item.
@@ -10,6 +10,7 @@ Before training begins there is nothing to commit, and a rank exits at once.
 
 import contextlib
 import os
+import queue
 import re
 import select
 import signal
@@ -19,6 +20,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
@@ -34,11 +37,9 @@ from pipeline.base.errors import (
     mistake_in_words,
 )
 from pipeline.base.words import how_to_resume, on_one_line
-from pipeline.cluster.rank_store import RankStore
 from pipeline.cluster.status_files import RESUME, Ending, RunFolder, Status, is_stop_asked, read_failures, stop_file
 from pipeline.process import waits
-from pipeline.process.launcher import key_of_start
-from pipeline.process.launcher_process import end_restarts, find_launcher
+from pipeline.process.launcher import end_restarts, find_launcher, key_of_start
 
 if TYPE_CHECKING:  # This file is imported before torch, so that a signal during the import is heard.
     from pipeline.process.distributed import Ranks
@@ -67,8 +68,60 @@ _NAMED = 8  # of several ranks that failed
 _LOST_OTHERS = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket|timed? ?out", re.IGNORECASE)
 
 
+class RankStore:
+    """torch's TCPStore, which the ranks share, with a limit on every request, also while rank 0, which hosts it, stands
+    still; of torch's own, `check` and `add` wait for an answer for ever. Its keys belong to this start.
+
+    A thread makes the requests, one after another. After one that was not answered in time, all raise at once until it
+    is answered; only what `set` was given is kept, and stored then. All raise RuntimeError if the store is lost or does
+    not answer.
+    store: a connection used only here. seconds: the limit.
+    """
+
+    def __init__(self, store: Any, seconds: float) -> None:
+        store.set_timeout(timedelta(seconds=seconds))
+        self._store, self._seconds = store, seconds
+        self._requests: queue.SimpleQueue[tuple[Future[Any], str, tuple[Any, ...]]] = queue.SimpleQueue()
+        self._late: Future[Any] | None = None
+        # Not an executor, for whose threads the interpreter waits when it exits.
+        threading.Thread(target=self._work, name="rank store", daemon=True).start()
+
+    def set(self, name: str, value: str) -> None:
+        self._ask("set", key_of_start(name), value)
+
+    def get(self, name: str) -> str:
+        """What the name was set to, "" before."""
+        key = key_of_start(name)
+        return self._ask("get", key).decode() if self._ask("check", [key]) else ""
+
+    def is_first(self, name: str) -> bool:
+        """Whether no rank has asked this before."""
+        return self._ask("add", key_of_start(name), 1) == 1
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        answer = Future[Any]()
+        is_late = self._late is not None and not self._late.done()
+        if name == "set" or not is_late:
+            self._requests.put((answer, name, arguments))
+        try:
+            return answer.result(0 if is_late else self._seconds)
+        except TimeoutError:
+            self._late = self._late if is_late else answer
+            raise RuntimeError("rank 0 does not answer") from None
+
+    def _work(self) -> None:
+        while True:
+            answer, name, arguments = self._requests.get()
+            try:
+                answer.set_result(getattr(self._store, name)(*arguments))
+            except Exception as error:
+                answer.set_exception(error)
+
+
 class Stop:
     """Receives stop requests from its construction on. A context manager around the whole run."""
+
+    _ranks: "Ranks"  # From `connect` on, and then the folder is ours.
 
     def __init__(self, folder: Path, limit_minutes: float = 0.0) -> None:
         """folder: of the run. limit_minutes: train.stop_after_minutes, 0 for none."""
@@ -82,7 +135,6 @@ class Stop:
         self._training = False
         self._agreed = False  # A rank may learn this before the reason.
         self._is_recorded = False
-        self._ranks: Ranks | None = None
         self._store: RankStore | None = None
         self._lock = threading.RLock()
         self._interrupted = self._terminated = float("inf")  # Times of the first SIGINT and SIGTERM.
@@ -142,8 +194,7 @@ class Stop:
             # The others left as asked, and so does this rank, within a second.
             self._thread.join(_END_SECONDS)
         asked = f" ({self.reason})" if self.reason else ""
-        line = mistake_in_words(error) if isinstance(error, UserError | CrashError | OSError) else None
-        if line is None:
+        if not isinstance(error, UserError | CrashError | OSError) or (line := mistake_in_words(error)) is None:
             text = f"{type(error).__name__}: {on_one_line(error)[:500]}"
             lost_others = self._store is not None and bool(_LOST_OTHERS.search(text))
             self.folder.say_failure(text, lost_others, "".join(traceback.format_exception(error)))
@@ -151,7 +202,6 @@ class Stop:
                 self._leave_lost(text)
             self._record("failed", text + asked)
             return
-        assert isinstance(error, UserError | CrashError | OSError)
         how: Ending = (
             "diverged" if isinstance(error, DivergedError) else "refused" if exit_code(error) == 2 else "failed"
         )
@@ -165,7 +215,7 @@ class Stop:
                 if where:
                     time.sleep(_POLL_SECONDS)  # Rank 0, which may have the same error, goes first.
                 if not self._told("end"):
-                    self._store.set(key_of_start("end"), f"{how} {where}{line}")
+                    self._store.set("end", f"{how} {where}{line}")
                 self._thread.join(_END_SECONDS)  # The thread ends this process, as on the other ranks.
         self._record(how, line + (asked if how == "failed" else ""))
 
@@ -217,7 +267,6 @@ class Stop:
 
     def begin_training(self, step: int) -> None:
         """From now on the ranks stop together, with a checkpoint. Collective."""
-        assert self._ranks is not None
         self.committed(step)
         # First: a rank that is asked while it prepares leaves, and so must those that wait for it.
         self._ranks.barrier()
@@ -256,15 +305,12 @@ class Stop:
         end: Any = object()
 
         def take() -> Any:
-            if self.is_wanted():
-                return end
-            try:
-                return next(items, end)
-            except Interrupted:
-                return end
+            if not self.is_wanted():
+                with contextlib.suppress(Interrupted):
+                    return next(items, end)
+            return end
 
         def ask() -> Callable[[], float]:
-            assert self._ranks is not None
             return self._ranks.sum_later(float(self.is_wanted()) + 0.5 * flag())
 
         item, answer = take(), ask()
@@ -282,22 +328,15 @@ class Stop:
 
     def leave_if_wanted_on_all_ranks(self) -> None:
         """Raise Stopped on all ranks if any has a stop request. Collective; blocks, unlike `together`."""
-        assert self._ranks is not None
         if self._ranks.sum(float(self.is_wanted()))[0]:
             self._agreed = True
             raise Stopped
-
-    def agreed_reason_on_all_ranks(self) -> str:
-        """Return the reason of an agreed stop."""
-        assert self._ranks is not None
-        return next(filter(None, self._ranks.gather(self.reason)))
 
     def leave(self, step: int, reason: str) -> NoReturn:
         """Exit with code RESUME, all ranks together, because a launcher kills the others when one exits. Collective.
 
         Everything is committed. Blocked threads, libraries or other ranks cannot delay the exit.
         """
-        assert self._ranks is not None
         self.step = step
         self._say_stopped(RESUME, reason)
         with contextlib.suppress(OSError):
@@ -321,7 +360,7 @@ class Stop:
             said = os.dup(2)
             self.folder.take_stderr()  # torch prints C++ frames when the store is lost.
         try:
-            speaks = self._store.add(key_of_start("speaker"), 1) == 1
+            speaks = self._store.is_first("speaker")
         except RuntimeError:  # The store is lost, so rank 0, which hosts it, is.
             speaks = self.folder.rank == 1
         self._record("failed", line)
@@ -370,7 +409,7 @@ class Stop:
         """Return the reason of a stop request other than a signal; empty if there is none."""
         if self._launcher is not None and self._launcher.is_gone():
             return f"{BY_LAUNCHER} ({self._launcher.name}, process {self._launcher.pid})"
-        if self._ranks is not None and self._ranks.is_main:
+        if self.folder.ours and self.folder.rank == 0:
             if is_stop_asked(self.folder.path):
                 return BY_FILE
             reserve = _RESERVE_SECONDS + 3 * (self.commit_seconds or self._expected_seconds)
@@ -381,8 +420,8 @@ class Stop:
     def _told(self, name: str) -> str:
         """A rank's message to the others: why to "stop", or how and why to "end"; "" without one."""
         with contextlib.suppress(RuntimeError):  # Rank 0, which hosts the store, has exited.
-            if self._store is not None and self._store.check(key_of_start(name)):
-                return self._store.get(key_of_start(name))
+            if self._store is not None:
+                return self._store.get(name)
         return ""
 
     def _want(self, reason: str) -> None:
@@ -394,7 +433,7 @@ class Stop:
             self.reason = self.reason or reason
             with contextlib.suppress(RuntimeError):
                 if self._store is not None:
-                    self._store.set(key_of_start("stop"), self.reason)
+                    self._store.set("stop", self.reason)
             if not self._training:
                 self._say_stopped(RESUME, f"{reason}, before training began")
                 self._tell(
@@ -422,7 +461,7 @@ class Stop:
         with contextlib.suppress(OSError):
             self.folder.take_back_failure()
             self.folder.say_status(Status("stopped", self.step, code, reason))
-            if self.folder.is_owner:  # The request is fulfilled: the next start must not stop.
+            if self.folder.held:  # The request is fulfilled: the next start must not stop.
                 stop_file(self.folder.path).unlink(missing_ok=True)
 
 

@@ -32,14 +32,13 @@ from pipeline.monitor.gpus import Gpu, find_gpu, known_gpus
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.settings.commands.operate import PlanConfig
 from pipeline.settings.quantities import ImageSize
-from pipeline.settings.run import RunConfig
+from pipeline.settings.run import EngineConfig, RunConfig
 
 # Largest share of a GPU's nominal memory that a layout may fill: the prediction may be off by 10 %.
 HEADROOM = 0.9
 # Tokens per forward pass that keep a large GPU busy. A rule of thumb, not measured.
 _BUSY_TOKENS = 4096
 _GIB = 2**30
-_COLUMNS = ("weights", "optimizer", "gradients", "activations", "inputs", "buffers")
 
 
 # ---------------------------------------------------------------------- layout on a cluster
@@ -73,16 +72,15 @@ class EngineLayout:
     cluster.
     """
 
-    zero_stage: int
-    activation_checkpointing: bool
+    engine: EngineConfig
     memory: Memory
     micro_batch: int | None
 
     @property
     def overrides(self) -> list[str]:
         return [
-            f"engine.zero_stage={self.zero_stage}",
-            f"engine.activation_checkpointing={str(self.activation_checkpointing).lower()}",
+            f"engine.zero_stage={self.engine.zero_stage}",
+            f"engine.activation_checkpointing={str(self.engine.activation_checkpointing).lower()}",
             f"train.micro_batch={self.micro_batch}",
         ]
 
@@ -115,8 +113,7 @@ def choose(config: RunConfig, model: Config, cluster: Cluster) -> EngineLayout:
             " or a smaller model.image_size."
         )
     memory = rank_memory(model, chosen, largest, share // largest, world_size)
-    engine = chosen.engine
-    return EngineLayout(engine.zero_stage, engine.activation_checkpointing, memory, largest)
+    return EngineLayout(chosen.engine, memory, largest)
 
 
 def layouts_of(config: RunConfig) -> list[RunConfig]:
@@ -201,8 +198,7 @@ def make_forecast(config: PlanConfig) -> Forecast:
     for trial in layouts_of(config):
         memory = rank_memory(model, trial, plan.micro_batch, plan.accumulation, num_gpus)
         largest = most_images(trial, model, 2, num_gpus, HEADROOM * cluster.gpu.memory) if cluster else None
-        engine = trial.engine
-        layouts.append(EngineLayout(engine.zero_stage, engine.activation_checkpointing, memory, largest))
+        layouts.append(EngineLayout(trial.engine, memory, largest))
     choice = choose(config, model, cluster) if cluster else None
     return Forecast(config, cluster, data, model, plan, layouts, choice)
 
@@ -276,18 +272,16 @@ def describe(forecast: Forecast) -> list[str]:
 
 
 def _describe_memory(forecast: Forecast) -> list[str]:
-    cluster, engine = forecast.cluster, forecast.config.engine
+    cluster = forecast.cluster
     limit = cluster.gpu.memory if cluster else math.inf
-    rows = [["ZeRO", "checkpointing", *_COLUMNS, "peak", "peak at", f"micro_batch for {HEADROOM:.0%}"]]
+    rows = [["ZeRO", "checkpointing", *Memory._fields[1:], "peak", "peak at", f"micro_batch for {HEADROOM:.0%}"]]
     for layout in forecast.layouts:
-        m = layout.memory
-        configured = (engine.zero_stage, engine.activation_checkpointing)
-        is_configured = configured == (layout.zero_stage, layout.activation_checkpointing)
+        m, engine = layout.memory, layout.engine
         rows.append(
             [
-                f"{'*' if is_configured else ' '} {layout.zero_stage}",
-                "yes" if layout.activation_checkpointing else "no",
-                *(f"{getattr(m, column) / _GIB:.2f}" for column in _COLUMNS),
+                f"{'*' if engine == forecast.config.engine else ' '} {engine.zero_stage}",
+                "yes" if engine.activation_checkpointing else "no",
+                *(f"{part / _GIB:.2f}" for part in m[1:]),
                 f"{m.total / _GIB:.2f}{' !' if m.total > limit else ''}",
                 m.when,
                 "-" if layout.micro_batch is None else str(layout.micro_batch),

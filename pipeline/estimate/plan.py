@@ -83,12 +83,6 @@ class Plan:
     def epochs(self) -> float:
         return self.steps * self.global_batch / self.num_samples
 
-    @property
-    def evaluations(self) -> str:
-        """Such as "evaluation every 100"."""
-        every = self.evaluate_every.get("scores")
-        return f"evaluation every {every:,}" if every else "no evaluation"
-
     def notes(self, config: RunConfig) -> list[str]:
         """A line for a run that no held-out split measures, and one for each setting that was changed to fit."""
         named: list[str] = []
@@ -97,24 +91,23 @@ class Plan:
         elif "scores" not in self.evaluate_every:
             named.append(f"train.loss = {config.train.loss} measures nothing on held-out images")
         share = self.global_batch // self.world_size
-        if self.micro_batch == min(config.train.micro_batch, share):
-            return named
-        return [
-            *named,
-            (
+        if self.micro_batch != min(config.train.micro_batch, share):
+            named.append(
                 f"train.micro_batch = {config.train.micro_batch} does not divide a rank's {counted(share, 'sample')} "
                 f"({self.global_batch} / {counted(self.world_size, 'rank')}): {self.micro_batch} is used"
-            ),
-        ]
+            )
+        return named
 
     def describe(self) -> str:
         """The plan in one line for the log."""
         if not self.steps:
             return f"no step of training: a head is fitted to {counted(self.num_samples, 'image')} (init.fit_head)"
+        every = self.evaluate_every.get("scores")
+        evaluation = f"evaluation every {every:,}" if every else "no evaluation"
         return (
             f"{counted(self.steps, 'step')} of {self.global_batch} = {counted(self.world_size, 'rank')} x"
             f" {self.accumulation} x {counted(self.micro_batch, 'sample')} ({self.epochs:.1f} epochs of"
-            f" {self.num_samples:,}), warm-up {self.warmup:,}, {self.evaluations}, checkpoint every"
+            f" {self.num_samples:,}), warm-up {self.warmup:,}, {evaluation}, checkpoint every"
             f" {counted(self.checkpoint_every, 'step')}"
         )
 
@@ -166,13 +159,21 @@ def make_plan(config: RunConfig, num_samples: int, world_size: int) -> Plan:
 
 
 def cut_batch(config: RunConfig, world_size: int) -> tuple[int, int]:
-    """Returns (accumulation, samples per micro-batch) on `world_size` ranks. Raises UserError with the arithmetic."""
-    train = config.train
-    paired = config.augment.mixes_pairs
-    count = accumulation(train.global_batch, train.micro_batch, world_size, paired)
-    micro_batch = train.global_batch // (world_size * count)
+    """Returns (accumulation, samples per micro-batch) on `world_size` ranks. Raises UserError with the arithmetic.
+
+    A micro-batch has the largest size up to train.micro_batch that divides the rank's share, an even one for mixed
+    pairs if there is one.
+    """
+    train, paired = config.train, config.augment.mixes_pairs
+    if train.global_batch % world_size:
+        raise UserError(
+            f"train.global_batch = {train.global_batch} is not divisible by {world_size} ranks: choose another of them."
+        )
+    share = train.global_batch // world_size
+    fitting = [size for size in range(1, min(train.micro_batch, share) + 1) if share % size == 0]
+    micro_batch = max([size for size in fitting if size % 2 == 0 or not paired], default=max(fitting))
+    count = share // micro_batch
     if count > 1 and OBJECTIVES[train.loss].of_whole_batch:
-        share = train.global_batch // world_size
         raise UserError(
             f"train.loss = {train.loss} compares all samples of a step, which cannot be done in {count} micro-batches:"
             f" train.global_batch = {train.global_batch} on {counted(world_size, 'rank')} is {share} each, and"
@@ -186,19 +187,3 @@ def cut_batch(config: RunConfig, world_size: int) -> tuple[int, int]:
             " and a train.global_batch that gives each rank an even number of samples."
         )
     return count, micro_batch
-
-
-def accumulation(global_batch: int, micro_batch: int, world_size: int, even: bool = False) -> int:
-    """Number of micro-batches per step and rank, of the largest size up to micro_batch that divides the rank's share.
-
-    even: choose an even size if there is one.
-    """
-    if global_batch % world_size:
-        raise UserError(
-            f"train.global_batch = {global_batch} is not divisible by {world_size} ranks: choose another of them."
-        )
-    share = global_batch // world_size
-    if share <= micro_batch:
-        return 1
-    fitting = [size for size in range(1, micro_batch + 1) if share % size == 0]
-    return share // max([size for size in fitting if size % 2 == 0 or not even], default=max(fitting))

@@ -38,17 +38,16 @@ class Console:
         if is_main:
             log.parent.mkdir(parents=True, exist_ok=True)
 
-    def say(self, line: str) -> None:
-        if not self.is_main:
-            return
-        try:
-            tqdm.write(line, file=sys.stdout)
-            sys.stdout.flush()
-        except OSError:
-            # The launcher that read the output was killed. The run must not end, as it may be about to commit.
-            silence_broken_output()
-        with naming(self.log), open(self.log, "a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+    def say(self, *lines: str) -> None:
+        for line in lines if self.is_main else ():
+            try:
+                tqdm.write(line, file=sys.stdout)
+                sys.stdout.flush()
+            except OSError:
+                # The launcher that read the output was killed. The run must not end, as it may be about to commit.
+                silence_broken_output()
+            with naming(self.log), open(self.log, "a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
 
     def open_bar(self, done: int, total: int) -> None:
         if self.is_main and sys.stderr.isatty():

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from pipeline.base.errors import CrashError, OneRankCrashError, OneRankError, UserError
 from pipeline.base.words import counted
 from pipeline.process import waits
-from pipeline.process.launcher import busy_port, free_port, key_of_start
+from pipeline.process.launcher import free_port, key_of_start
 
 T = TypeVar("T")
 # This many missing ranks are named.
@@ -99,23 +99,23 @@ class Ranks:
             raise box[0]
         return box[0]
 
-    def on_main(self, function: Callable[[], Any]) -> Any:
+    def on_main(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call `function` on rank 0, and return its result on every rank. A UserError is raised on every rank."""
         value = None
         if self.is_main:
             try:
-                value = function()
+                value = function(*arguments)
             except UserError as error:
                 # All ranks have it from here on, so only rank 0 prints it.
                 value = UserError(str(error)) if error.on_one_rank else error
         return self.agree(value)
 
-    def on_all(self, function: Callable[[], T]) -> T:
+    def on_all(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call `function`, which reads files that may be others on another host; returns its result. A UserError ends
         all ranks.
         """
         try:
-            return function()
+            return function(*arguments)
         except UserError as error:
             raise OneRankError(str(error)) from error
 
@@ -210,7 +210,10 @@ def all_started(ranks: Ranks, meet: Callable[[bool], None] = lambda hosts_store:
                 pause()
         except RuntimeError as error:  # Torch's errors of networks.
             if "EADDRINUSE" in str(error):  # The port was free when the run started.
-                raise busy_port() from None
+                raise UserError(
+                    f"MASTER_PORT = {port} is in use on this host, or kept for the system. Choose another: deepspeed"
+                    " --master_port PORT, torchrun --master_port PORT, or in the environment."
+                ) from None
             raise crash(f"rank 0, where the ranks meet ({address}:{port}), ended before all had started.") from None
     yield
 

@@ -136,13 +136,6 @@ def kind_of(folder: Path) -> Holds | None:
     return None
 
 
-def existing_folder(path: Path) -> Path:
-    """The path, or the nearest folder above it that exists."""
-    while not os.path.lexists(path):
-        path = path.parent
-    return path
-
-
 def _problem(path: Path, output: Output) -> str:
     """Returns why the path cannot be written, empty if it can. Raises OSError for what the system refuses."""
     folder = path if output == "folder" else path.parent
@@ -151,7 +144,9 @@ def _problem(path: Path, output: Output) -> str:
     if output != "folder" and os.path.exists(path) and (not os.path.isfile(path) or folder == Path("/dev")):
         # Root would replace the device, or the link /dev/stdout, for all programs of the machine.
         return "it is not a regular file"
-    existing = existing_folder(folder)
+    existing = folder  # Or the nearest folder above it that exists.
+    while not os.path.lexists(existing):
+        existing = existing.parent
     if not os.path.isdir(existing):
         return f"{existing} is not a folder"
     with tempfile.TemporaryFile(dir=existing):

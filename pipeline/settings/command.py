@@ -13,8 +13,7 @@ from typing import TypeVar, cast
 
 from pipeline.base.errors import CrashError, UserError, exit_code, is_of_one_rank, mistake_in_words
 from pipeline.base.words import counted
-from pipeline.process.launcher import forget_launcher
-from pipeline.process.launcher_process import end_restarts
+from pipeline.process.launcher import end_restarts, forget_launcher
 from pipeline.process.outputs import holding_outputs, try_outputs
 from pipeline.process.start import print_any_text, rank, say_interrupted, silence_broken_output
 from pipeline.process.waits import Work

@@ -47,14 +47,13 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """An evaluation repeated during training. name: "scores", or in `RunConfig.evaluators`. file: of its last
+    """An evaluation repeated during training. name: "scores", or in `RunConfig.evaluators`; NAME.json is its last
     result.
     """
 
     run: TrainingRun
 
     name: ClassVar[str]
-    file: ClassVar[str]
     is_due_at_start: ClassVar[bool] = False  # Also before the first step.
 
     def measure_on_all_ranks(self, step: int) -> Evaluation:
@@ -70,7 +69,7 @@ class Evaluator:
         has_first = self.is_due_at_start or self.run.config.init.fit_head
         if not (self.name in self.run.plan.due(start).evaluations if start else has_first):
             return False
-        last = json_record.read_or_none(self.run.folder / self.file, _LastResult)
+        last = json_record.read_or_none(self.run.folder / f"{self.name}.json", _LastResult)
         tracker = self.run.tracker
         # The file is of a step that will run again, for example after a rollback: ask the records.
         if last and last.step > start and tracker:
@@ -86,18 +85,17 @@ class Evaluator:
         run = self.run
         with run.engine.averaged():
             found = self.measure_on_all_ranks(step)
-        if self._is_saved(step) and run.plan.best_from == self.name:
-            self._mark_best(step, found.metrics[run.config.checkpoint.best])
-        lines = [
+        self._mark_best(step, found.metrics.get)
+        run.console.say(
             f"step {step:,}: {found.line}",
             *run.collapses.changed(self.name, step, found.collapse),
             *run.worse.changed(self.name, step, found.worse),
-        ]
-        for line in lines:
-            run.console.say(line)
+        )
         if run.tracker:
             run.tracker.log(step, found.metrics)
-            write_text(run.folder / self.file, json.dumps(json_record.without_nan({"step": step, **found.content})))
+            write_text(
+                run.folder / f"{self.name}.json", json.dumps(json_record.without_nan({"step": step, **found.content}))
+            )
         if self._is_saved(step) and run.drawing:
             run.drawing.begin(found.predictions, run.data.evaluation)
 
@@ -114,16 +112,15 @@ class Evaluator:
         """Keep the checkpoint of step `start` if its recorded result is the best: a kill may come between that record
         and kept.json.
         """
-        tracker = self.run.tracker
-        if self._is_saved(start) and tracker and self.run.plan.best_from == self.name:
-            value = tracker.value_at_start(self.run.config.checkpoint.best)
-            if value is not None:
-                self._mark_best(start, value)
+        if tracker := self.run.tracker:
+            self._mark_best(start, tracker.value_at_start)
 
-    def _mark_best(self, step: int, value: float) -> None:
+    def _mark_best(self, step: int, value_of: Callable[[str], float | None]) -> None:
+        """value_of: a metric after this step, None if it was not measured."""
         best = self.run.config.checkpoint.best
-        declared = objectives.metrics(self.run.config)[self.name][best]
-        self.run.saver.mark_best(step, best, value, declared.better == "lower")
+        if self._is_saved(step) and self.run.plan.best_from == self.name and (value := value_of(best)) is not None:
+            declared = objectives.metrics(self.run.config)[self.name][best]
+            self.run.saver.mark_best(step, best, value, declared.better == "lower")
 
 
 class SplitEvaluator(Evaluator):
@@ -132,7 +129,6 @@ class SplitEvaluator(Evaluator):
     """
 
     name = "scores"
-    file = "scores.json"
 
     def measure_on_all_ranks(self, step: int) -> Evaluation:
         evaluated = self.run.data.evaluated.items()
@@ -172,14 +168,11 @@ class ProbeEvaluator(Evaluator):
     """Measures few-shot and nearest-neighbour accuracy of the backbone's features, and their RankMe."""
 
     name = "probe"
-    file = "probe.json"
     is_due_at_start = True
 
     def measure_on_all_ranks(self, step: int) -> Evaluation:
-        probe = self.run.run_probe
+        run, probe = self.run, self.run.run_probe
         assert probe is not None, "start.prepare opens it where probe.every is set"
-
-        run = self.run
         features = self.watched(step, "probe", run.engine.features)
         scores = probe.scores(features, run.ranks, run.stop, run.engine.objective.pixels)
         main, *_ = run.config.probe.tested
@@ -191,7 +184,7 @@ class ProbeEvaluator(Evaluator):
         found = collapse(scores["spread"]) if is_judged else ""
         trained = probe.trained_by(run.trained_on)
         line = f"{''.join(f'{name} (trained on) ' for name in trained)}{metrics_in_words(metrics)}"
-        last = json_record.read_or_none(run.folder / self.file, _LastResult) if step else None
+        last = json_record.read_or_none(run.folder / f"{self.name}.json", _LastResult) if step else None
         first, worse = (last.first if last else {}) if step else metrics, ""
         if run.config.init.weights:
             worse = worse_than_first(metrics, first, {one.name: len(one.test) for one in probe.labelled})
@@ -218,13 +211,10 @@ def worse_than_first(metrics: Mapping[str, float], first: Mapping[str, float], n
     )
 
 
-EVALUATORS: dict[str, type[Evaluator]] = {kind.name: kind for kind in (SplitEvaluator, ProbeEvaluator)}
-
-
 def evaluators_of(run: TrainingRun) -> list[Evaluator]:
     """The evaluators of a run: those that measure something of it."""
     measured = objectives.metrics(run.config)
-    return [kind(run) for name, kind in EVALUATORS.items() if measured[name]]
+    return [kind(run) for kind in (SplitEvaluator, ProbeEvaluator) if measured[kind.name]]
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from pipeline.architecture.pixels import Pixels
-from pipeline.cluster.stop import Stop
-from pipeline.data.dataset.split import Split
 from pipeline.data.loading.loader import Batch, Draw, Loader, train_requests
 from pipeline.data.loading.mix import Mixing, draw_mixing
 from pipeline.data.loading.order import batch_of_step
 from pipeline.data.loading.views import read_by, train_views
 from pipeline.data.mixture.order import MixtureOrder, train_order
-from pipeline.estimate.plan import Plan
 from pipeline.monitor.profile import StepClock
 from pipeline.objectives import kind
 from pipeline.objectives.objective import Inputs, Objective
@@ -29,10 +25,9 @@ from pipeline.objectives.parameters.optimizers import learning_rate
 from pipeline.process.console import LineClock
 from pipeline.process.distributed import Ranks
 from pipeline.settings.quantities import ImageSize
-from pipeline.settings.run import RunConfig
 
 if TYPE_CHECKING:  # `training_step` is also used without it.
-    from pipeline.train.bookkeeping import TrainingRun
+    from pipeline.train.bookkeeping import StartingPoint, TrainingRun
 
 
 def train_on_all_ranks(run: "TrainingRun") -> None:
@@ -139,24 +134,24 @@ def training_step(
 class Feed:
     """Prefetches this rank's share of the training split; the clock counts the time spent waiting for it."""
 
-    def __init__(
-        self, config: RunConfig, plan: Plan, split: Split, ranks: Ranks, stop: Stop, clock: StepClock, pixels: Pixels
-    ) -> None:
-        """pixels: of the model. Raises UserError if it cannot read the images of a set."""
-        self.plan, self.ranks, self.stop, self.clock = plan, ranks, stop, clock
-        self.order = train_order(split, config.data, config.seed, plan.global_batch)
+    def __init__(self, start: "StartingPoint", clock: StepClock) -> None:
+        """Raises UserError if the model cannot read the images of a set."""
+        config, split = start.config, start.data.split
+        self.plan, self.ranks, self.stop, self.clock = start.plan, start.ranks, start.stop, clock
+        self.order = train_order(split, config.data, config.seed, start.plan.global_batch)
+        pixels = read_by(start.model.config.pixels, split)
         self.loader = Loader(
             split,
-            train_views(kind(config.train.loss).views(config), config.seed, *read_by(pixels, split)),
+            train_views(kind(config.train.loss).views(config), config.seed, *pixels),
             config.data.threads,
             config.data.prefetch,
             config.data.max_bad_share,
-            pin=ranks.device.type == "cuda",
-            is_stop_wanted=stop.is_wanted,
+            pin=start.ranks.device.type == "cuda",
+            is_stop_wanted=start.stop.is_wanted,
             processes=config.data.processes,
         )
         self._steps: Iterator[list[Batch]] = iter(())
-        self._line_clock = LineClock(plan.log_seconds)
+        self._line_clock = LineClock(start.plan.log_seconds)
 
     def go_to(self, step: int, skipped_batches: Sequence[tuple[int, int]], draw: Draw) -> None:
         """Continue with step `step` (from 0). skipped_batches: see `Progress`. draw: the objective's."""

@@ -2,15 +2,12 @@
 
 import contextlib
 import hashlib
-import json
 import platform
 import socket
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,51 +18,40 @@ from torch import Tensor
 from pipeline import model as models
 from pipeline import objectives
 from pipeline.base.errors import OneRankError, UserError
-from pipeline.base.files import write_text
 from pipeline.base.json_record import quoted
 from pipeline.base.trained_on import TrainedSet, not_held_out, recorded
-from pipeline.base.words import counted, si, significant
-from pipeline.checkpoint.saver import Saver
+from pipeline.base.words import counted
 from pipeline.checkpoint.sharded_tensors import ShardedTensors
-from pipeline.checkpoint.store import (
-    Checkpoints,
-    State,
-    checkpoint_folder,
-    read_state,
-    verify,
-)
-from pipeline.cluster.logged_models import logged_models
-from pipeline.cluster.status_files import refuse_checkpoint_of_another, write_settings
+from pipeline.checkpoint.store import Checkpoints, State, checkpoint_folder, read_state, verify
+from pipeline.cluster.status_files import refuse_checkpoint_of_another
 from pipeline.cluster.stop import Stop
 from pipeline.data.dataset.manifest import Dataset
 from pipeline.data.dataset.split import NOTHING_EXCLUDED
-from pipeline.data.loading.loader import Batch
+from pipeline.data.loading.loader import Batch, normalise
 from pipeline.data.loading.mix import draw_mixing
 from pipeline.data.loading.order import batches_before
+from pipeline.data.loading.views import Views
 from pipeline.data.mixture.run_data import RunData
 from pipeline.data.mixture.split import MIXTURE, MixedSplit, mixed_until, mixture_facts
 from pipeline.data.storage.bucket import AnyPath, to_path
 from pipeline.data.storage.retry import Retry
 from pipeline.data.storage.tars import check_tars_on_all_ranks
-from pipeline.estimate.memory import checkpoint_bytes, refuse_too_large, what_takes_less
+from pipeline.estimate.memory import refuse_too_large, what_takes_less
 from pipeline.estimate.plan import Plan
+from pipeline.evaluate.classify import each_sample, label_table
+from pipeline.evaluate.probes import linear_head
+from pipeline.evaluate.probes.linear_head import LinearHead
+from pipeline.evaluate.probes.out_of_fold import divide
+from pipeline.evaluate.split_reader import SplitReader
 from pipeline.model import Model, read_weights
 from pipeline.model.files import find_file
 from pipeline.model.weights import TARGETS
-from pipeline.monitor.health import Reports, SlowRanks, SpikePolicy
 from pipeline.monitor.mlflow.weights import weights_path
 from pipeline.monitor.origin import find_origin
-from pipeline.monitor.page_folder import PageFolder, Start
-from pipeline.monitor.profile import Meter, StepClock, device_memory, host_memory, peak_flops
-from pipeline.monitor.run_page import (
-    WeightsOrigin,
-    hide_passwords,
-)
-from pipeline.monitor.tracking import Tracker
-from pipeline.monitor.watchdog import Watchdog
+from pipeline.monitor.profile import StepClock, device_memory, host_memory
+from pipeline.monitor.run_page import WeightsOrigin, hide_passwords
 from pipeline.objectives.classification import classes_note, moved_class
 from pipeline.objectives.parameters import optimizers
-from pipeline.objectives.parameters.optimizers import peak_rate
 from pipeline.process import waits
 from pipeline.process.committed import checkpoints_of
 from pipeline.process.console import Console
@@ -74,11 +60,8 @@ from pipeline.settings import schema
 from pipeline.settings.quantities import ImageSize
 from pipeline.settings.run import RunConfig
 from pipeline.settings.schema import Change, Fact, OnChange
-from pipeline.train.bookkeeping import Identity, Progress, RunCounts, StartingPoint, TrainingRun
-from pipeline.train.drawing import DrawingProcess
-from pipeline.train.fitted_head import fit_head_on_all_ranks
+from pipeline.train.bookkeeping import Identity, StartingPoint, TrainingRun
 from pipeline.train.loop import Feed, training_step
-from pipeline.train.shown_facts import environment, run_facts
 from pipeline.train.start import Prepared
 
 if TYPE_CHECKING:  # DeepSpeed is imported late: it takes seconds.
@@ -103,14 +86,10 @@ _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "AL
 # ---------------------------------------------------------------------- set-up
 def set_up(stop: Stop, prepared: Prepared) -> TrainingRun:
     """Prepare a run, up to the step where it starts. Collective. Raises UserError for a user's mistake."""
-    from pipeline.train.evaluators import evaluators_of  # Late: it imports this module.
-
     start = _find_start_on_all_ranks(stop, prepared)
     # A failure would leave processes and threads to this process, which may live on, and MLflow a run that never ends.
     with contextlib.ExitStack() as undone:
-        engine, feed, head_metrics = _build_training_on_all_ranks(start, undone)
-        run = _begin_run_on_all_ranks(start, engine, feed, head_metrics, undone)
-        run.evaluators.extend(evaluators_of(run))
+        run = TrainingRun(start, *_build_training_on_all_ranks(start, undone), undone)
         undone.pop_all()
     return run
 
@@ -134,13 +113,12 @@ def _find_start_on_all_ranks(stop: Stop, prepared: Prepared) -> StartingPoint:
     if not stop.folder.is_locked:
         console.say(f"{folder} is on a file system without locks: nothing keeps a second run out of it.")
     data_lines = data.notes() if ranks.is_main else []  # Others say nothing.
-    for line in plan.notes(config) + objectives.without_effect(config) + data_lines:
-        console.say(line)
+    console.say(*plan.notes(config), *objectives.without_effect(config), *data_lines)
     start_ranks(ranks, _collective_minutes(config), stop.meet)
     ranks.agree(in_use)
     stop.connect(ranks)
     same = identity | versions()
-    ranks.on_all(partial(refuse_other_facts, same, ranks.agree(same)))
+    ranks.on_all(refuse_other_facts, same, ranks.agree(same))
     check_tars_on_all_ranks(ranks, data.split.storage.unchecked or [])
 
     gpu_memory = device_memory(ranks.device)
@@ -148,26 +126,26 @@ def _find_start_on_all_ranks(stop: Stop, prepared: Prepared) -> StartingPoint:
     of = "its GPU" if gpu_memory else "its share of the host"
     if config.model.name:  # Checked before the model is built, which takes long if it is too large.
         new = objectives.new_backbone(config, data.dataset.num_classes, data.split.pixels)
-        ranks.on_main(partial(refuse_too_large, config, plan, new, least, of))
+        ranks.on_main(refuse_too_large, config, plan, new, least, of)
     checkpoints = Checkpoints(checkpoint_folder(config))
     resumed, damaged = find_checkpoint_on_all_ranks(checkpoints, identity, plan.steps, ranks, console)
     origin, begun = None, config
     if resumed is None:
-        ranks.on_main(partial(refuse_checkpoints_elsewhere, config))
+        ranks.on_main(refuse_checkpoints_elsewhere, config)
         if config.init.weights:
             # The file rather than its run: while that run trains on, its newest checkpoint is another one a moment
             # later.
-            origin = ranks.on_main(partial(_find_weights, config, console))
+            origin = ranks.on_main(_find_weights, config, console)
             begun = replace(config, init=replace(config.init, weights=origin.path))
-    model, before = ranks.on_all(partial(initial_model, begun, data.dataset, resumed, console))
+    model, before = ranks.on_all(initial_model, begun, data.dataset, resumed, console)
     trained_on = list(dict.fromkeys([*before, *data.trained_on(config.name)]))
     marked = data.not_held_out(trained_on)
     if probe := prepared.run_probe:
         marked |= {f"probe.split of {name}": runs for name, runs in probe.trained_by(trained_on).items()}
-    for name, runs in marked.items():
-        console.say(not_held_out(name, runs))
+    console.say(*(not_held_out(name, runs) for name, runs in marked.items()))
     if not config.model.name:
-        ranks.on_main(partial(refuse_too_large, config, plan, model.config, least, of))
+        ranks.on_main(refuse_too_large, config, plan, model.config, least, of)
+    state = State(step=0) if resumed is None else read_state(resumed)
     return StartingPoint(
         **vars(prepared),
         ranks=ranks,
@@ -178,7 +156,8 @@ def _find_start_on_all_ranks(stop: Stop, prepared: Prepared) -> StartingPoint:
         checkpoints=checkpoints,
         resumed=resumed,
         damaged=damaged,
-        state=State(step=0) if resumed is None else read_state(resumed),
+        state=state,
+        changed="" if resumed is None else _in_words(changes_since(state, identity), "comparison"),
         origin=origin,
         model=model,
     )
@@ -214,15 +193,21 @@ def versions() -> Identity:
     code = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         code.update(file.read_bytes())
-    packages = {"torch": torch.__version__, "deepspeed": deepspeed.__version__}
-    return {"python": platform.python_version(), **packages, "this code": code.hexdigest()[:12]}
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "this code": code.hexdigest()[:12],
+    }
 
 
 def refuse_other_facts(mine: Identity, of_rank_0: Identity) -> None:
     """Raise UserError if this rank's settings, data or versions differ from rank 0's: its batches would not match."""
-    keys = [key for key in {**of_rank_0, **mine} if mine.get(key) != of_rank_0.get(key)]
-    values = [(key, schema.in_words(mine.get(key)), schema.in_words(of_rank_0.get(key))) for key in keys]
-    other = [f"{key} is {here} here, {there} on rank 0" for key, here, there in values]
+    other = [
+        f"{key} is {schema.in_words(mine.get(key))} here, {schema.in_words(of_rank_0.get(key))} on rank 0"
+        for key in {**of_rank_0, **mine}
+        if mine.get(key) != of_rank_0.get(key)
+    ]
     if other:
         raise UserError(f"differs from rank 0: {'; '.join(other)}. Give every node the same files.")
 
@@ -243,14 +228,14 @@ def find_checkpoint_on_all_ranks(
     Raises UserError if checkpoints exist but none can be continued.
     """
     damaged: set[str] = set()
-    ranks.on_main(lambda: checkpoints.clean_up(console.say))
+    ranks.on_main(checkpoints.clean_up, console.say)
     ranks.on_main(checkpoints.kept)  # Raises for a damaged kept.json before training, not after.
     for path in ranks.on_main(checkpoints.candidates):
         problems = [text for text in ranks.gather(verify(path, ranks.rank, ranks.world_size)) if text]
         if not problems:
-            for text in ranks.on_main(partial(_compare, path, now, num_steps)):
-                console.say(f"changed since the checkpoint: {text}")
-            ranks.on_main(partial(checkpoints.point_at, path))  # A kill may have prevented it.
+            changes = ranks.on_main(_compare, path, now, num_steps)
+            console.say(*(f"changed since the checkpoint: {text}" for text in changes))
+            ranks.on_main(checkpoints.point_at, path)  # A kill may have prevented it.
             return path, damaged
         console.say(f"{path} is damaged ({problems[0]}): not used.")
         damaged.add(path.name)
@@ -280,6 +265,11 @@ def changes_since(state: State, now: Identity) -> list[Change]:
     return schema.differences(state.identity, now, known)
 
 
+def _in_words(changes: list[Change], least: OnChange) -> str:
+    """Those of the changes that mean at least so much."""
+    return hide_passwords("; ".join(str(change) for change in changes if change.fact.means(least)))
+
+
 def _compare(path: AnyPath, now: Identity, num_steps: int) -> list[str]:
     """List the changes since a checkpoint was made. Raises UserError if it cannot be continued."""
     state = read_state(path)
@@ -294,18 +284,14 @@ def _compare(path: AnyPath, now: Identity, num_steps: int) -> list[str]:
             f" {then_mixed}, and are {now_mixed}. Set them back, change the weights or add a set with from_step={seen}"
             " or later, or start another run with name=..."
         )
-
-    def listed(least: OnChange) -> str:
-        return hide_passwords("; ".join(str(change) for change in changed if change.fact.means(least)))
-
-    if other := listed("run"):
+    if other := _in_words(changed, "run"):
         raise UserError(f"{path} cannot be continued: {other}. Set it back, or start another run with name=...")
     if state.step > num_steps:
         raise UserError(
             f"{path} has {counted(state.step, 'step')} of training, more than train.length = {now.get('train.length')}"
             f" asks for ({num_steps:,}). Set it back, or start another run with name=..."
         )
-    if state.step == num_steps and (other := listed("result")):
+    if state.step == num_steps and (other := _in_words(changed, "result")):
         raise UserError(
             f"the run is finished, and was another one: {other}. Set it back to use what was trained ({path}), "
             "raise train.length to train on, or start another run with name=..."
@@ -378,25 +364,20 @@ def _build_training_on_all_ranks(
 
     config, plan, ranks = start.config, start.plan, start.ranks
     clock = StepClock(ranks.device)
-
-    def begin_feed() -> Feed:
-        feed = Feed(config, plan, start.data.split, ranks, start.stop, clock, start.model.config.pixels)
-        undone.enter_context(feed.loader)
-        return feed
-
     # First, because it may fork processes, which should inherit little of what trains.
-    feed = ranks.on_all(begin_feed)
+    feed = ranks.on_all(Feed, start, clock)
+    undone.enter_context(feed.loader)
     head_metrics = fit_head_on_all_ranks(start) if start.resumed is None and config.init.fit_head else {}
     start.model.activation_checkpointing = config.engine.activation_checkpointing
-    objective = ranks.on_all(lambda: objectives.create(config, start.model))  # It may read weights.
+    objective = ranks.on_all(objectives.create, config, start.model)  # It may read weights.
     objective.num_steps = plan.steps
     is_trained = config.init.fit_head or (bool(config.init.weights) and not config.init.new_head)
     line = objective.learn_from(start.data, head_is_trained=start.resumed is None and is_trained)
     if line:
         start.console.say(line)
     if start.resumed is None and start.origin is not None and objective.continues_additions:
-        weights = ranks.on_all(partial(read_weights, start.origin.path))
-        start.console.say(ranks.on_all(partial(objective.load_additions, weights.added, weights.decoder)))
+        weights = ranks.on_all(read_weights, start.origin.path)
+        start.console.say(ranks.on_all(objective.load_additions, weights.added, weights.decoder))
         del weights  # whose tensors the objective has copied
     fused = start.identity["fused_optimizer"]
     optimizer = optimizers.build(objective, objective.decayed(), config.optimizer, fused)
@@ -414,6 +395,82 @@ def _build_training_on_all_ranks(
     elif start.origin is not None:
         start.console.say(f"started from the weights in {config.init.weights}: {start.origin.details}")
     return engine, feed, head_metrics
+
+
+# ---------------------------------------------------------------------- a fitted head
+def fit_head_on_all_ranks(start: StartingPoint) -> dict[str, float]:
+    """Replace the head of the run's model by one fitted to its features of the training split (`init.fit_head`).
+
+    Each image is read once, by all ranks together; rank 0 fits. Returns metrics: the decay that was chosen, and the
+    held-out accuracy or R2, and loss. Raises UserError for too few images.
+    """
+    config, split, ranks, model = start.config, start.data.split.parts[0], start.ranks, start.model
+    targets = split.target_values if objectives.kind(config.train.loss).predicts == "targets" else None
+    labels = label_table(split)
+    is_known = (labels >= 0).any(1) if targets is None else np.isfinite(targets).any(1)
+    model.eval().to(ranks.device)
+    features, readable = _features_on_all_ranks(start)
+
+    def on_device(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values).to(ranks.device)
+
+    def fit() -> tuple[LinearHead, dict[str, float]]:
+        usable = readable & np.isfinite(features).all((1, 2)) & is_known
+        if usable.sum() < 2 * linear_head.FOLDS:
+            what = "a class" if targets is None else "a number"
+            raise UserError(
+                f"init.fit_head needs {2 * linear_head.FOLDS} readable training images with {what}, and {split.name!r}"
+                f" of {config.data.path} has {usable.sum()}. Leave it out."
+            )
+        num_views = features.shape[1]
+        values = on_device(features[usable].reshape(-1, features.shape[2]))
+        known = (labels if targets is None else targets)[usable].repeat(num_views, axis=0)
+        classes = labels[usable, 0] if targets is None else np.zeros(usable.sum(), np.int64)
+        parts = divide(classes, linear_head.FOLDS, None if split.groups is None else split.groups[usable])
+        parts = parts.repeat(num_views)
+        if targets is None:
+            # Each class counts as often as training draws it.
+            weights = np.bincount(known[:, 0]).astype(np.float64)[known[:, 0]] ** (config.data.balance - 1)
+            head = linear_head.fit(
+                values,
+                on_device(known),
+                on_device(weights.astype(np.float32)),
+                parts,
+                start.data.dataset.num_classes,
+                config.train.loss,
+            )
+            score = float((head.predicted.argmax(1).cpu().numpy()[:, None] == known).any(1).mean())
+            metric, said = "head_held_out_top1", f"top-1 of the head {score:.2%}"
+        else:
+            head = linear_head.fit_numbers(values, on_device(known), parts)
+            score = 1 - head.held_out[head.decay]  # The loss is in variances of each target.
+            metric, said = "head_held_out_r2", f"R2 of the head {score:.4f}"
+        tried = ", ".join(f"{decay:.1g}: {loss:.3f}" for decay, loss in head.held_out.items())
+        start.console.say(f"held-out {said}, with a weight decay of {head.decay:.1g} (held-out loss by decay: {tried})")
+        return head, {"head_decay": head.decay, "head_held_out_loss": head.held_out[head.decay], metric: score}
+
+    head, metrics = ranks.on_main(fit)
+    with torch.no_grad():
+        for name, value in (("weight", head.weight), ("bias", head.bias)):
+            model.get_parameter(f"head.{name}").copy_(value)
+    model.train()
+    return metrics
+
+
+def _features_on_all_ranks(start: StartingPoint) -> tuple[np.ndarray, np.ndarray]:
+    """D features of all n training images, float32 (n, V, D) of V views, and which images are readable."""
+    config, split, ranks, model = start.config, start.data.split.parts[0], start.ranks, start.model
+    count = config.init.fit_views
+    start.console.say(f"init.fit_head: features of {counted(count, 'view')} of each training image")
+
+    def features(batch: Batch) -> list[Tensor]:
+        views = (normalise(view, ranks.device, torch.float32, model.config.pixels) for view in batch.views[0])
+        return [torch.stack([model.features(view) for view in views], 1).float()]
+
+    views = () if count == 1 else (Views(count, config.model.image_size, config.augment),)
+    reader = SplitReader.of_run(config, split, ranks, model.config.pixels, views=views)
+    (values,), readable, _ = each_sample(features, reader, np.arange(len(split)))
+    return values, readable
 
 
 # ---------------------------------------------------------------------- dry run
@@ -448,24 +505,23 @@ def dry_run_on_all_ranks(engine: "Engine", prepared: Prepared) -> None:
     with engine.untouched(len(micro_batches)):
         training_step(engine, micro_batches, step=0, lr=0.0, mixing=mixing)
 
-    trials: list[tuple[str, int, Callable[[int], object]]] = []  # (of what, most images that a rank may get, trial)
+    def try_out(what: str, most: int, trial: Callable[[int], object]) -> None:
+        """most: images that a rank may get."""
+        count = min(config.evaluate.batch, most)
+        smaller = f"Use evaluate.batch={count // 2}." if count > 1 else "The batch is one image: use a larger GPU."
+        with room(f"{what} with {counted(count, 'image')} (evaluate.batch = {config.evaluate.batch})", lambda: smaller):
+            trial(count)
+
     if objectives.metrics(config)["scores"]:
         most = -(-max(map(len, data.evaluated.values())) // plan.world_size)
         if objective.predicts:
-            trials.append(("evaluation", most, lambda count: engine.forward(zeros(count, *config.model.image_size))))
+            try_out("evaluation", most, lambda count: engine.forward(zeros(count, *config.model.image_size)))
         else:
-            trials.append(("evaluation", most, lambda count: engine.measure(blank(count, 0))))
+            try_out("evaluation", most, lambda count: engine.measure(blank(count, 0)))
     if probe := prepared.run_probe:
         read = [count for one in probe.labelled for count in (len(one.choice.rows), len(one.test))]
         most = max(*read, min(config.probe.rankme_images, len(probe.own)), 0)
-        trials.append(("probe", most, lambda count: engine.features(zeros(count, *config.model.image_size))))
-    for what, most, trial in trials:
-        count = min(config.evaluate.batch, most)
-        smaller = f"Use evaluate.batch={count // 2}." if count > 1 else "The batch is one image: use a larger GPU."
-        with room(
-            f"{what} with {counted(count, 'image')} (evaluate.batch = {config.evaluate.batch})", partial(str, smaller)
-        ):
-            trial(count)
+        try_out("probe", most, lambda count: engine.features(zeros(count, *config.model.image_size)))
 
 
 @contextmanager
@@ -482,89 +538,3 @@ def room(what: str, way_out: Callable[[], str]) -> Iterator[None]:
         traceback.clear_frames(error.__traceback__)  # Frees tensors: the estimate below needs memory.
         where = f"{socket.gethostname()} ran out of memory before the first step, trying out {what}"
         raise OneRankError(f"{where}: {reason} {way_out()}") from None
-
-
-# ---------------------------------------------------------------------- what measures
-def _begin_run_on_all_ranks(
-    start: StartingPoint, engine: "Engine", feed: Feed, head_metrics: dict[str, float], undone: contextlib.ExitStack
-) -> TrainingRun:
-    """Begin what measures the run and what saves it. undone: ends threads and processes if set-up fails."""
-    config, ranks, folder, console = start.config, start.ranks, start.folder, start.console
-    dataset, state = start.data.dataset, start.state
-    peak, peak_source = peak_flops(ranks.device, engine.dtype, config.engine.peak_tflops)
-    model = start.model.config
-    flops: int = ranks.on_main(partial(objectives.training_flops, config, model))
-    learned = counted(dataset.num_classes, "class") if dataset.classes else "no labels"
-    if config.data.targets:
-        learned = f"numbers to predict: {', '.join(config.data.targets)}"
-    speed = f"; {si(peak, 'FLOP/s')} a device ({peak_source})" if peak else ""
-    console.say(
-        f"{significant(models.num_parameters(model) / 1e6)} M parameters, {si(flops, 'FLOP')} to train on an image;"
-        f" {learned}, data"
-        f" {dataset.fingerprint}{speed}"
-    )
-    hosts = ranks.gather(socket.gethostname())
-    # Also for a finished run: sends the metrics that MLflow has not received yet.
-    tracker = _start_tracker(start, hosts) if ranks.is_main else None
-    if tracker:
-        start.stop.show_end = lambda how, reason: tracker.finish(
-            "FAILED", in_a_hurry=True, outcome=f"{how} before training began: {reason}"
-        )
-        for line in tracker.notes:
-            console.say(line)
-    # After the metrics of steps that run again are gone, and before its settings are there: a kill must leave no word
-    # of a last start that had finished, beside settings by which there is more to train.
-    start.stop.committed(state.step)
-    if tracker:
-        page = PageFolder(folder)
-        write_settings(config, folder)
-        write_text(folder / "deepspeed.json", json.dumps(engine.settings, indent=1))
-        page.write_text("environment.txt", environment(ranks.device))
-    watchdog = Watchdog(folder / "hang", ranks.rank, hosts, config.health.hang_minutes, start.stop.record_failure)
-    undone.callback(watchdog.close)
-    draws = ranks.is_main and config.track.figures
-    if config.train.stop_after_minutes:
-        start.stop.expect_checkpoint(checkpoint_bytes(model, config))
-    retry, wait = 60 * config.data.retry_minutes, 60 * config.commit_minutes
-    saver = Saver(str(start.checkpoints.folder), ranks, retry, state.step, console.say, wait)
-    undone.callback(saver.close)
-    return TrainingRun(
-        **vars(start),
-        engine=engine,
-        feed=feed,
-        peak_lr=peak_rate(config.optimizer, start.plan.global_batch),
-        progress=Progress(state.step, state.step, state.step, list(state.left_out)),
-        meter=Meter(ranks, engine.clock, flops, peak),
-        spikes=SpikePolicy(config.health, ranks, state.losses, state.counts.loss_spikes),
-        slow_ranks=SlowRanks(hosts, config.health.straggler_ratio),
-        collapses=Reports("collapse"),
-        worse=Reports("loss of features"),
-        counts=RunCounts(state.counts, dataset.storage.retry, ranks),
-        watchdog=watchdog,
-        tracker=tracker,
-        drawing=DrawingProcess(folder, start.draw) if draws and start.draw else None,
-        saver=saver,
-        head_metrics=head_metrics,
-    )
-
-
-def _start_tracker(start: StartingPoint, hosts: list[str]) -> Tracker:
-    """Begin to record. Rank 0 only."""
-    saved = PageFolder(start.folder).saved()
-    # A resumed run shows the weights that its first start found.
-    origin = start.origin if start.resumed is None else saved.facts.origin if saved else None
-    facts = run_facts(start, origin)
-    changed = changes_since(start.state, start.identity) if start.resumed is not None else []
-    told = hide_passwords("; ".join(str(change) for change in changed if change.fact.means("comparison")))
-    # The address of the weights, such as runs:/ID, is looked up at the first start only.
-    if saved and not facts.parents:
-        facts = replace(facts, parents=saved.facts.parents)
-    return Tracker(
-        start.config.track,
-        Path(start.config.out),
-        start.folder,
-        facts,
-        start.state.step,
-        find_models=partial(logged_models, start.checkpoints),
-        began=Start(time.time(), start.state.step, tuple(sorted(set(hosts))), start.stop.folder.before, told),
-    )

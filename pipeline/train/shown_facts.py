@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from pipeline.train.bookkeeping import StartingPoint
 
 
+# Settings that are no parameters in MLflow: they do not change what is learnt.
+_HIDDEN = ("name", "out", "track.uri", "track.parent_run")
+
+
 def run_facts(start: "StartingPoint", origin: WeightsOrigin | None) -> RunFacts:
     """The facts of a run whose model is built. origin: of the weights that its first start began with; None for new
     weights, and where it was not recorded.
@@ -52,7 +56,7 @@ def run_facts(start: "StartingPoint", origin: WeightsOrigin | None) -> RunFacts:
     defaults = schema.defaults(RunConfig)
     settings = schema.flatten(schema.to_dict(config)) | ({"init.weights": origin.path} if origin else {})
     parameters = {
-        **{name: value for name, value in settings.items() if value != defaults.get(name)},
+        **{name: settings[name] for name in settings if settings[name] != defaults.get(name) and name not in _HIDDEN},
         **resolved,
         "steps": plan.steps,
         "epochs": round(plan.epochs, 3),
@@ -68,8 +72,6 @@ def run_facts(start: "StartingPoint", origin: WeightsOrigin | None) -> RunFacts:
     }
     if start.run_probe:
         parameters |= {f"{PROBED_IMAGES}_{one.name}": len(one.test) for one in start.run_probe.labelled}
-    for hidden in ("name", "out", "track.uri", "track.parent_run"):
-        parameters.pop(hidden, None)
     tags = {
         "model": str(resolved["model.name"]),
         "data": dataset.fingerprint,
@@ -127,6 +129,8 @@ def datasets_of(data: RunData, trained_on: Sequence[TrainedSet] = ()) -> Iterato
     """The data sets that a run trains on, those of a mixture with their shares, then those it is evaluated on."""
 
     def facts(dataset: Dataset, split: Split, context: str, **notes: str) -> DatasetFacts:
+        if context == "training":
+            notes = {"test_copies": _test_copies(dataset, split.name), **notes}
         notes["excluded"] = split.excluded
         path, classes = dataset.path, dataset.num_classes
         return DatasetFacts(path.name, str(path), dataset.fingerprint, split.name, len(split), classes, context, notes)
@@ -134,12 +138,11 @@ def datasets_of(data: RunData, trained_on: Sequence[TrainedSet] = ()) -> Iterato
     split = data.split
     if isinstance(split, MixedSplit):
         for one, share in zip(split.sets, split.shares, strict=True):
-            copies = _test_copies(one.dataset, one.split.name)
-            found = facts(one.dataset, one.split, "training", test_copies=copies, share=share)
+            found = facts(one.dataset, one.split, "training", share=share)
             # Another name, because MLflow shows a data set of the same name and content once.
             yield found if one.entry.labels else replace(found, name=f"{found.name} without labels", num_classes=0)
     else:
-        yield facts(data.dataset, split, "training", test_copies=_test_copies(data.dataset, split.name))
+        yield facts(data.dataset, split, "training")
     trained = data.not_held_out(trained_on)
     for name, part in data.evaluated.items():
         yield facts(data.own, part, "evaluation", **({TRAINED_BY: trained[name]} if name in trained else {}))

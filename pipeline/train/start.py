@@ -41,18 +41,13 @@ class Prepared:
     draw: str | None = None
 
 
-def run(config: RunConfig, draw: str) -> None:
+def run_training(config: RunConfig, draw: str | None = None) -> None:
     """Train, in a process started by a launcher or directly. draw: see `prepare`. Raises UserError for a user's
     mistake.
     """
     check_environment()
     quiet_torch()
     share_cores()
-    run_training(config, draw)
-
-
-def run_training(config: RunConfig, draw: str | None = None) -> None:
-    """`run`, in a process whose launcher was checked. draw: see `prepare`."""
     folder = Path(config.out, config.name)
     with Stop(folder, config.train.stop_after_minutes) as stop:  # First, so that signals are handled during slow work.
         with _said_by_each_host(), Work("importing PyTorch, opening the data"):
@@ -92,14 +87,16 @@ def _train(stop: Stop, prepared: Prepared) -> None:
 
 def _train_until_stopped(run: "TrainingRun") -> str:
     """Train to the end and return "", or, if asked to stop, commit a checkpoint and return the reason."""
-    from pipeline.train.fitted_head import save_fitted_head_on_all_ranks  # Late: these import torch.
-    from pipeline.train.loop import train_on_all_ranks
+    from pipeline.train.loop import train_on_all_ranks  # Late: imports torch.
 
     progress, stop = run.progress, run.stop
     try:
         stop.begin_training(progress.start)
-        if run.head_metrics:
-            save_fitted_head_on_all_ranks(run)
+        if run.head_metrics:  # Committed as step 0, so that a restart does not fit again.
+            if run.tracker:
+                run.tracker.log(0, run.head_metrics)
+            run.save_on_all_ranks()
+            run.saver.wait()
         for evaluator in run.evaluators:
             if run.ranks.agree(evaluator.is_missing(progress.start)):
                 evaluator.evaluate_on_all_ranks(progress.start)
@@ -111,7 +108,7 @@ def _train_until_stopped(run: "TrainingRun") -> str:
     except Stopped:  # On all ranks at the same step or evaluation batch.
         run.save_before_stop_on_all_ranks()
         run.saver.wait()
-        return stop.agreed_reason_on_all_ranks()
+        return next(filter(None, run.ranks.gather(stop.reason)))
     stop.committed(progress.step)
     run.report_bad_samples_on_all_ranks()
     return ""
@@ -133,7 +130,7 @@ def _said_by_each_host() -> Iterator[None]:
 def prepare(config: RunConfig, draw: str | None = None) -> Prepared:
     """Open the data and plan the run. Raises UserError for invalid settings, data or weights.
 
-    draw: module that draws the figures of a run folder, in a process of its own (`drawing.py`); None: no figures.
+    draw: module that draws the figures of a run folder, in a process of its own (`DrawingProcess`); None: no figures.
     """
     from pipeline.data.dataset.manifest import open_dataset
     from pipeline.data.mixture.run_data import open_run_data

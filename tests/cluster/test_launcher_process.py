@@ -23,7 +23,7 @@ _RANK = """
 import sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from pipeline.process.launcher_process import find_launcher
+from pipeline.process.launcher import find_launcher
 launcher, folder = find_launcher(), Path(sys.argv[2])
 (folder / "found").write_text(f"{launcher.name} {launcher.pid}" if launcher else "nothing")
 looks = 0
@@ -201,7 +201,7 @@ def test_a_launcher_below_the_first_process_of_a_container_is_no_orphan() -> Non
     code = f"""
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from pipeline.process.launcher_process import find_launcher
+from pipeline.process.launcher import find_launcher
 launcher = find_launcher()
 print(launcher.links[-1][1] if launcher else 0, launcher is not None and launcher.is_gone())
 """

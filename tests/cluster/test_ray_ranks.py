@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.base.errors import UserError
-from pipeline.cluster.ray_tasks.ranks import (
+from pipeline.cluster.ray_tasks import (
     RankPlacement,
     RankProcess,
     local_gpu,

@@ -47,7 +47,8 @@ def test_a_limit_leaves_time_for_the_first_commit_too(
     """Until one is known, it is expected to take its bytes at 100 MB/s, in at most half of the limit."""
     with stop_of(tmp_path) as stop:
         stop.limit_seconds = 1000.0
-        stop._ranks = SimpleNamespace(is_main=True, barrier=lambda: None)  # type: ignore[assignment]
+        stop._ranks = SimpleNamespace(barrier=lambda: None)  # type: ignore[assignment]
+        stop.folder.ours = True
         stop.expect_checkpoint(int(checkpoint))
         stop.begin_training(0)
         for seconds in commits:

@@ -9,8 +9,8 @@ from live_tensors import operators_of_a_gpu
 from model_parts import ALL_PARTS
 from torch import Tensor
 
-from pipeline.estimate import activations
-from pipeline.estimate.activations import saved_bytes
+from pipeline.estimate import memory
+from pipeline.estimate.memory import saved_bytes
 from pipeline.model import Config, Model, build, configure
 from pipeline.objectives import on_meta
 
@@ -83,8 +83,7 @@ def test_further_blocks_are_like_those_that_are_counted(name: str, changes: dict
     config = configure(name, 64, 0 if "masked" in changes else 50, **changes, depth=7)
     assert on_meta.shallow(config)
     counts = [
-        partial(activations._count, images=2, dtype=torch.bfloat16, checkpointing=c, frozen="none")
-        for c in (False, True)
+        partial(memory._count, images=2, dtype=torch.bfloat16, checkpointing=c, frozen="none") for c in (False, True)
     ]
     for count in counts:
         assert on_meta.of_depth(config, count) == count(config)

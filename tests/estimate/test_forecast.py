@@ -105,8 +105,8 @@ def test_what_fits_is_the_largest_that_does() -> None:
     forecast = make_forecast(load("cluster=8x8xH100-80GB"))
     for layout in forecast.layouts:
         engine = load(
-            f"engine.zero_stage={layout.zero_stage}",
-            f"engine.activation_checkpointing={str(layout.activation_checkpointing).lower()}",
+            f"engine.zero_stage={layout.engine.zero_stage}",
+            f"engine.activation_checkpointing={str(layout.engine.activation_checkpointing).lower()}",
         )
         assert layout.micro_batch
         fits, not_any_more = (
@@ -129,14 +129,16 @@ def test_no_more_is_given_up_than_must_be(cluster: str, model: str, expected: tu
     config = load(f"cluster={cluster}", f"model.name={model}")
     forecast = make_forecast(config)
     found = forecast.choice
-    assert (found.zero_stage, found.activation_checkpointing, found.micro_batch) == expected
+    assert (found.engine.zero_stage, found.engine.activation_checkpointing, found.micro_batch) == expected
 
 
 @pytest.mark.parametrize("model", ["ViT-L/16", "ViT-H/14", "ViT-g/14"])
 def test_stage_3_holds_a_part_of_the_weights_when_memory_is_short(model: str) -> None:
     forecast = make_forecast(load(f"model.name={model}", "cluster=8x8xA100-40GB", "train.micro_batch=16"))
     second, third = (
-        layout.memory for layout in forecast.layouts if layout.activation_checkpointing and layout.zero_stage > 1
+        layout.memory
+        for layout in forecast.layouts
+        if layout.engine.activation_checkpointing and layout.engine.zero_stage > 1
     )
     assert third.weights < second.weights / 3
     assert third.total < second.total
@@ -145,7 +147,7 @@ def test_stage_3_holds_a_part_of_the_weights_when_memory_is_short(model: str) ->
 def test_a_stage_that_the_optimizer_cannot_use_is_never_advised() -> None:
     """The advice for Muon was stage 3 where the others did not fit, and training refused it."""
     forecast = make_forecast(load("optimizer.name=muon"))
-    assert {layout.zero_stage for layout in forecast.layouts} == {1, 2}
+    assert {layout.engine.zero_stage for layout in forecast.layouts} == {1, 2}
     assert load("engine.precision=fp32").zero_stages == (0, 1, 2, 3)
     with pytest.raises(UserError, match=r"even with engine\.zero_stage=2, engine\.activation_checkpointing=true"):
         choose(forecast.config, forecast.model, Cluster.parse("1x1xV100-1GB"))

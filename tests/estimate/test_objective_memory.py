@@ -15,7 +15,7 @@ from loaded import inputs_of
 
 from data_tools.bench.noise import noise_views
 from pipeline import objectives
-from pipeline.estimate import activations, memory
+from pipeline.estimate import memory
 from pipeline.model import Config, build, save, training_flops_per_image
 from pipeline.objectives import on_meta
 from pipeline.objectives.parts import across_ranks
@@ -151,10 +151,10 @@ def test_arithmetic_counts_views_and_a_teacher_without_its_backward_pass() -> No
 def test_many_images_are_extrapolated(loss: str) -> None:
     config, model = run_of(loss)
 
-    def count(images: int) -> activations.Saved:
-        return activations.saved_by_loss(objectives.kind(loss), config, model, images, torch.float32, False, 4)
+    def count(images: int) -> memory.Saved:
+        return memory.saved_by_loss(objectives.kind(loss), config, model, images, torch.float32, False, 4)
 
-    counted, found = count(80), activations.of_many(count, 80)
+    counted, found = count(80), memory.of_many(count, 80)
     for name in ("total", "outside", "until_added"):
         assert getattr(found, name) == pytest.approx(getattr(counted, name), rel=0.01)
     for use, expected in zip(found.uses, counted.uses, strict=True):

@@ -23,7 +23,8 @@ from tiny import make_dataset
 from tiny_study import write_run
 
 from pipeline.base.errors import UserError
-from pipeline.cluster.ray_tasks import run_here, tasks
+from pipeline.cluster import ray_tasks
+from pipeline.cluster.ray_tasks import run_here
 from pipeline.cluster.status_files import RESUME
 from pipeline.experiment import spec, study
 from pipeline.experiment.study import Study
@@ -90,7 +91,7 @@ def overrides_of(config: dict[str, Any], **others: str) -> list[str]:
 
 def no_pause(*arguments: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tasks, "RETRY_PAUSES", (0.0,))
+        patch.setattr(ray_tasks, "RETRY_PAUSES", (0.0,))
         yield from run_here(*arguments)
 
 

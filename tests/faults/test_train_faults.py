@@ -38,7 +38,7 @@ from pipeline.review import samples
 from pipeline.settings import schema
 from pipeline.settings.commands.operate import SamplesConfig
 from pipeline.settings.run import RunConfig
-from pipeline.train import setup
+from pipeline.train import bookkeeping, setup
 from pipeline.train.bookkeeping import TrainingRun
 from pipeline.train.zero import engine
 
@@ -288,13 +288,13 @@ def test_ranks_that_connect_leave_with_the_one_that_is_asked(
 
 def train_until_its_settings_are_written(overrides: list[str]) -> None:
     """In a rank: a run that is killed right after that."""
-    write = setup.write_settings
+    write = bookkeeping.write_settings
 
     def write_and_die(config: RunConfig, folder: Path) -> None:
         write(config, folder)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    setup.write_settings = write_and_die
+    bookkeeping.write_settings = write_and_die
     train([overrides])
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster.ray_tasks import tasks
+from pipeline.cluster import ray_tasks
 from pipeline.cluster.status_files import write_settings
 from pipeline.experiment import spec
 from pipeline.experiment.spec import RunSpec, make_spec
@@ -23,7 +23,7 @@ def instead_of_commands(monkeypatch: pytest.MonkeyPatch, start: Callable[[RunSpe
         return start(RunSpec(config.name, command, arguments[1], arguments[2:], config))
 
     monkeypatch.setattr(spec, "start_command", start_command)
-    monkeypatch.setattr(tasks, "RETRY_PAUSES", (0.0,))
+    monkeypatch.setattr(ray_tasks, "RETRY_PAUSES", (0.0,))
 
 
 def leave_behind(run: RunSpec, kind: str, top1: float, diverged: bool = False) -> int:

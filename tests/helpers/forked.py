@@ -1,5 +1,5 @@
-"""Ranks of `pipeline.train.start.run`, forked from one process that has imported everything: a start costs a second,
-not ten.
+"""Ranks of `pipeline.train.start.run_training`, forked from one process that has imported everything: a start costs a
+second, not ten.
 """
 
 import contextlib

@@ -26,7 +26,7 @@ from pipeline.settings import schema
 from pipeline.settings.commands.data import ShardConfig
 from pipeline.settings.commands.reports import CompareConfig, RunReportConfig
 from pipeline.settings.commands.weights import ExportConfig, PredictConfig, ScoreConfig, WeightsConfig
-from pipeline.train.drawing import DrawingProcess
+from pipeline.train.bookkeeping import DrawingProcess
 
 TARGETS = ["light [lux]", "red"]
 _RUN = ["data.eval_split=dev", "train.loss=regression", "train.global_batch=48", "train.micro_batch=48"]

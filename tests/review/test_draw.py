@@ -27,8 +27,8 @@ from pipeline.review.draw import _of_weights, draw
 from pipeline.review.record import LastPredictions
 from pipeline.settings import schema
 from pipeline.settings.commands.weights import ScoreConfig
-from pipeline.train import setup
-from pipeline.train.drawing import DrawingProcess
+from pipeline.train import bookkeeping
+from pipeline.train.bookkeeping import DrawingProcess
 
 OF_EVALUATION = {"confusion.png", "predictions.png"}
 
@@ -49,7 +49,7 @@ def train_without_haste(runs: list[list[str]]) -> None:
     the machine is.
     """
     tracking.ExportTiming = partial(ExportTiming, finish=300)  # type: ignore[misc, assignment]
-    setup.DrawingProcess = partial(DrawingProcess, timeout=300)  # type: ignore[misc, assignment]
+    bookkeeping.DrawingProcess = partial(DrawingProcess, timeout=300)  # type: ignore[misc, assignment]
     train(runs)
 
 

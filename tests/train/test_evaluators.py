@@ -127,7 +127,7 @@ def test_a_result_that_is_no_number_is_no_missing_result(tmp_path: Path) -> None
         folder=tmp_path,
         config=load(),
         plan=SimpleNamespace(due=lambda step: SimpleNamespace(evaluations=("scores",)), best_from=""),
-        console=SimpleNamespace(say=lambda line: None),
+        console=SimpleNamespace(say=lambda *lines: None),
         collapses=Reports("collapse"),
         worse=Reports("loss of features"),
         tracker=SimpleNamespace(log=lambda step, metrics: None),

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed import distributed_c10d
 
 from pipeline.base import random_numbers
@@ -37,7 +37,6 @@ from pipeline.objectives.parameters.muon import Muon
 from pipeline.process.distributed import START_MINUTES, Ranks, all_started, seed_torch
 from pipeline.settings.run import EngineConfig, OptimizerConfig
 from pipeline.train.zero import internals
-from pipeline.train.zero.ema import Ema, Teacher
 from pipeline.train.zero.internals import OptimizerShard, deepspeed
 
 _FIRST_SCALE_POWER = 12
@@ -53,14 +52,14 @@ def start_ranks(
 
     minutes: timeout of a collective call. meet: see `all_started`. Raises CrashError if a rank does not start.
     """
-    if torch.distributed.is_initialized():
+    if distributed.is_initialized():
         return
     deepspeed.utils.set_log_level_from_string("warning")
     # Its warning of optimizers that it did not test; ours are tested here (see `deepspeed_settings`).
     deepspeed.utils.logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())
     with all_started(ranks, meet), contextlib.redirect_stdout(io.StringIO()):  # Its settings.
         deepspeed.init_distributed(timeout=datetime.timedelta(minutes=minutes), auto_mpi_discovery=False)
-    if torch.distributed.get_backend() == "gloo":
+    if distributed.get_backend() == "gloo":
         atexit.register(_leave_gloo)
 
 
@@ -78,10 +77,101 @@ def _leave_gloo() -> None:
     """Destroy the process group: otherwise gloo's threads abort the interpreter at exit (code -6) when another rank has
     exited before.
     """
-    torch.distributed.destroy_process_group()
+    distributed.destroy_process_group()
     # They say that a collective call has ended before they let go of its tensors, and the same happens if Python has
     # begun to end by then.
     time.sleep(_LET_GO_SECONDS)
+
+
+class Ema:
+    """mean = momentum * mean + (1 - momentum) * weights after every step that is not skipped; starts as the weights."""
+
+    def __init__(self, shards: list[OptimizerShard]) -> None:
+        self.weights = [shard.weights.detach() for shard in shards]
+        self.mean: list[Tensor] = []
+        self.begin()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Reset the mean to the current weights."""
+        self.mean = [weights.clone() for weights in self.weights]
+
+    @torch.no_grad()
+    def update(self, momentum: float) -> None:
+        for mean, weights in zip(self.mean, self.weights, strict=True):
+            mean.lerp_(weights, 1 - momentum)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange mean and weights bit for bit; a second call restores both."""
+        for mean, weights in zip(self.mean, self.weights, strict=True):
+            kept = weights.clone()
+            weights.copy_(mean)
+            mean.copy_(kept)
+
+
+class Teacher:
+    """The objective's teacher: frozen parameters in the precision of training, copied from the sharded fp32 average.
+
+    At stages 0 and 3 a rank copies what it holds. At stages 1 and 2 it holds a part of the average and the whole
+    teacher: then the teacher's parameters are views of flat tensors that are laid out as DeepSpeed's, and one
+    collective call fills each.
+    """
+
+    def __init__(self, engine: Any, ema: Ema, shards: list[OptimizerShard], ranks: Ranks) -> None:
+        self.ema, self.ranks = ema, ranks
+        self.flats: list[Tensor] = []
+        # (part of the teacher, number of the shard, first element in its mean), where no communication is needed.
+        self.parts: list[tuple[Tensor, int, int]] = []
+        # Stage 3: small parameters, which every rank holds.
+        self.persistent: list[Any] = []
+        # What is frozen is the backbone's own.
+        averaged = {stored_name(name) for name, _ in trained_parameters(engine.module)}
+        named = ((stored_name(name), parameter) for name, parameter in engine.module.teacher.named_parameters())
+        parameters = {name: parameter for name, parameter in named if name in averaged}
+        stage = engine.zero_optimization_stage()
+        if stage in (1, 2):
+            self._lay_out(shards, parameters)
+            return
+        for i, shard in enumerate(shards):
+            for place in shard.places:
+                if (parameter := parameters.get(place.name)) is not None:
+                    held = internals.held_by(parameter).view(-1)[: place.length]
+                    self.parts.append((held, i, place.offset))
+        if stage == 3:
+            ours = set(map(id, parameters.values()))
+            self.persistent = [p for p in internals.persistent(engine) if id(p) in ours]
+
+    def _lay_out(self, shards: list[OptimizerShard], parameters: dict[str, nn.Parameter]) -> None:
+        """Make the parameters views of `self.flats`."""
+        places = self.ranks.gather(
+            [[(place.name, place.offset - place.start) for place in shard.places] for shard in shards]
+        )
+        some = next(iter(parameters.values()))
+        for i, shard in enumerate(shards):
+            length = shard.weights.numel()
+            flat = torch.empty(length * self.ranks.world_size, dtype=some.dtype, device=some.device)
+            self.flats.append(flat)
+            begins = {
+                name: rank * length + offset for rank, of_rank in enumerate(places) for name, offset in of_rank[i]
+            }
+            for name in begins.keys() & parameters.keys():
+                parameter = parameters[name]
+                view = flat[begins[name] : begins[name] + parameter.numel()].view(parameter.shape)
+                view.copy_(parameter.data)
+                parameter.data = view
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the average to the teacher. Collective at stages 1 and 2, and for small parameters at stage 3."""
+        for flat, mean in zip(self.flats, self.ema.mean, strict=bool(self.flats)):
+            own = flat.view(-1, mean.numel())[self.ranks.rank]
+            own.copy_(mean)
+            if self.ranks.world_size > 1:
+                distributed.all_gather_into_tensor(flat, own)
+        for held, i, offset in self.parts:
+            held.copy_(self.ema.mean[i][offset : offset + held.numel()])
+        internals.gather_persistent(self.persistent)
 
 
 class Engine:
@@ -116,7 +206,9 @@ class Engine:
         self.settings = deepspeed_settings(config, optimizer_config, plan, num_trained, num_parameters)
         internals.restore_linear()
         blocks = [part for part in objective.modules() if isinstance(part, Block | PreActivationUnit | Stem)]
-        with contextlib.redirect_stdout(io.StringIO()), internals.gathered_at_once(blocks if config.compile else []):
+        if config.compile:
+            internals.gather_at_once(blocks)
+        with contextlib.redirect_stdout(io.StringIO()):
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=objective, optimizer=optimizer, config=self.settings, dist_init_required=False
             )
@@ -168,9 +260,8 @@ class Engine:
         """
         if self.skipped_steps == self._skipped_before:
             if self.ema:
-                teacher = self.teacher is not None
                 decay = self.optimizer_config.ema_decay
-                self.ema.update(self.objective.teacher_momentum(self._step) if teacher else decay)
+                self.ema.update(self.objective.teacher_momentum(self._step) if self.teacher else decay)
             if self.teacher:
                 self.teacher.refresh()
             self.objective.after_step()
@@ -273,19 +364,18 @@ class Engine:
 
     def part(self) -> RankPart:
         """Return this rank's part of a checkpoint: live tensors, to be copied before the next step."""
-        ranks, ranges, where = self.ranks, [], []
+        ranks, places = self.ranks, []
         for i, shard in enumerate(self.shards):
             for place in shard.places:
                 if self.stage == 0:
                     place = place.share(ranks.rank, ranks.world_size)
                 if place.length:
-                    ranges.append((place.name, place.start, place.length))
-                    where.append((i, place.offset, place.length))
+                    places.append((i, place))
         constant = list(internals.constant_parts(self.engine, ranks.rank, ranks.world_size, all_ranks=False))
         return RankPart(
-            ranges,
+            [(place.name, place.start, place.length) for _, place in places],
             {
-                name: [flats[i].detach().narrow(0, offset, length) for i, offset, length in where]
+                name: [flats[i].detach().narrow(0, place.offset, place.length) for i, place in places]
                 for name, flats in self._states().items()
             },
             [(name, start, tensor.numel()) for name, start, tensor in constant],
@@ -311,7 +401,7 @@ class Engine:
             state = self.client.state[shard.key]
             for name in sharded.states:
                 if name not in (WEIGHTS, EMA) and name not in state and not self._lacks(shard, name):
-                    state[name] = torch.zeros_like(shard.key, memory_format=torch.preserve_format, requires_grad=False)
+                    state[name] = torch.zeros_like(shard.key)
             if counters.optimizer_steps is not None and not self._lacks(shard, "step"):
                 # A fused kernel reads it where the weights are; torch's other optimizers count on the host.
                 fused = any(group.get("fused") for group in self.client.param_groups)

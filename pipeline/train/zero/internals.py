@@ -34,42 +34,28 @@ def _import_deepspeed() -> Any:
     """DeepSpeed without MLflow and Inductor, which only parts of it need that are not used here: saves every rank 4 of
     12 s.
 
-    Both patches end at once. If a later DeepSpeed is organised differently, the plain import happens.
+    If a later DeepSpeed is organised differently, the plain import happens.
     """
-    with _without_mlflow():
-        import deepspeed
-    with contextlib.suppress(ImportError, AttributeError), _without_inductor():
-        import deepspeed.runtime.zero.muon.original_muon  # Later imports find it here.
+    # None makes `import mlflow` fail: DeepSpeed's autotuner imports it if it is installed.
+    sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
+    import deepspeed
+
+    if sys.modules["mlflow"] is None:
+        del sys.modules["mlflow"]
+    with contextlib.suppress(ImportError, AttributeError):
+        from deepspeed.runtime import compiler
+
+        # Muon's functions are compiled at import, which would import Inductor.
+        compile_function, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function
+        try:
+            import deepspeed.runtime.zero.muon.original_muon  # Later imports find it here.
+        finally:
+            compiler.compile = compile_function
     # Set, because DeepSpeed would find out with the compiler which of its operators it can build. It asks for one
     # alone, of tensor-parallel inference, which on a CPU every rank would compile for a minute, to map 66 MiB of
     # /dev/shm under a name that outlives the rank.
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     return deepspeed
-
-
-@contextlib.contextmanager
-def _without_mlflow() -> Iterator[None]:
-    """Makes `import mlflow` fail: DeepSpeed's autotuner imports it if it is installed."""
-    mlflow = sys.modules.pop("mlflow", None)
-    sys.modules["mlflow"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["mlflow"]
-        if mlflow is not None:
-            sys.modules["mlflow"] = mlflow
-
-
-@contextlib.contextmanager
-def _without_inductor() -> Iterator[None]:
-    """Makes DeepSpeed's `compile` a no-op: Muon's functions are compiled at import, which would import Inductor."""
-    from deepspeed.runtime import compiler
-
-    compile_function, compiler.compile = compiler.compile, lambda *_, **__: lambda function: function
-    try:
-        yield
-    finally:
-        compiler.compile = compile_function
 
 
 deepspeed = _import_deepspeed()
@@ -101,15 +87,14 @@ class OptimizerShard:
 
 def shards(engine: Any, rank: int) -> list[OptimizerShard]:
     """Return the shards that this rank updates. At stage 0 every rank holds and updates all parameters."""
-    names = {id(parameter): stored_name(name) for name, parameter in trained_parameters(engine.module)}
+    trained = [(stored_name(name), parameter) for name, parameter in trained_parameters(engine.module)]
+    names = {id(parameter): name for name, parameter in trained}
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
-    if stage == 0:
-        found = []
-        for name, parameter in trained_parameters(engine.module):
-            assert parameter.dtype == torch.float32, "config.check refuses 16-bit at stage 0"
-            place = ParameterSlice(stored_name(name), 0, parameter.numel(), 0)
-            found.append(OptimizerShard(parameter.data.view(-1), (place,), parameter))
-        return found
+    if stage == 0:  # In fp32: config.check refuses 16-bit.
+        return [
+            OptimizerShard(parameter.data.view(-1), (ParameterSlice(name, 0, parameter.numel(), 0),), parameter)
+            for name, parameter in trained
+        ]
     if stage == 3:
         return [
             OptimizerShard(flat, tuple(_partitions(optimizer, group, names, rank)), flat)
@@ -201,8 +186,9 @@ _LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 def loss_scale(engine: Any) -> dict[str, Any] | None:
     """State of the loss scaler in fp16, else None."""
-    scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
-    return {name: getattr(scaler, name) for name in _LOSS_SCALE} if scaler else None
+    if not engine.fp16_enabled():
+        return None
+    return {name: getattr(engine.optimizer.loss_scaler, name) for name in _LOSS_SCALE}
 
 
 def set_loss_scale(engine: Any, state: dict[str, Any]) -> None:
@@ -221,22 +207,16 @@ def restore_linear() -> None:
     torch.nn.functional.linear = getattr(patches, "linear_bk", torch.nn.functional.linear)
 
 
-@contextlib.contextmanager
-def gathered_at_once(blocks: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Context in which an engine is made that gathers all parameters of a block together at stage 3, not layer by
-    layer: the hooks at each layer would cut compiled code into pieces.
+def gather_at_once(blocks: Iterable[torch.nn.Module]) -> None:
+    """Make an engine that is created next gather all parameters of a block together at stage 3, not layer by layer: the
+    hooks at each layer would cut compiled code into pieces.
 
     DeepSpeed also reduces the gradients of such a module together, after each backward pass of it, and fails when there
     are several in a step, of views of several sizes. Here they are reduced one by one, as those of all others.
     """
     for block in blocks:
         deepspeed.utils.set_z3_leaf_module(block, True)
-    stage3 = deepspeed.runtime.zero.stage3
-    is_leaf, stage3.z3_leaf_parameter = stage3.z3_leaf_parameter, lambda parameter: False
-    try:
-        yield
-    finally:
-        stage3.z3_leaf_parameter = is_leaf
+    deepspeed.runtime.zero.stage3.z3_leaf_parameter = lambda parameter: False
 
 
 def use_flat_gradients(engine: Any) -> None:

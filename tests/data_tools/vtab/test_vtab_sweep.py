@@ -95,7 +95,7 @@ def test_all_19_tasks_from_original_files_to_results(
 
 
 def test_a_task_that_fails_is_told_and_the_others_go_on(ray_cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_tasks.tasks, "RETRY_PAUSES", [0.0] * 3)
+    monkeypatch.setattr(ray_tasks, "RETRY_PAUSES", [0.0] * 3)
 
     def work(number: int) -> int:
         if number == 1:
