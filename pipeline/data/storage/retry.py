@@ -77,8 +77,7 @@ class Retry:
         self._given_up.set()
 
     def _pause(self, failures: int, left: float) -> None:
-        """Wait before another attempt, which is counted, at most for the seconds that are left."""
-        self.add(1)
+        """Wait before another attempt, at most for the seconds that are left."""
         # Random, so that a thousand ranks that met the same outage do not return at the same moment. Nothing else
         # depends on this random number.
         pause = min(_FIRST_PAUSE * 2**failures, _LONGEST_PAUSE) * random.uniform(0.5, 1)
@@ -117,6 +116,7 @@ class Retry:
                             f"{url} was unreachable for {limit}: {short}. Check the network, the endpoint and, if one"
                             " is set, the proxy (https_proxy, no_proxy); the same command continues."
                         ) from None
+                self.add(1)
                 self._pause(failures, deadline - now)
             raise AssertionError
 
@@ -132,6 +132,7 @@ class Retry:
                 raise
         with waiting(path, self.seconds, self.setting) as wait:
             for failures in itertools.count():
+                self.add(1)
                 self._pause(failures, wait.left)
                 try:
                     return action()
