@@ -120,7 +120,7 @@ def commands() -> dict[str, list[tuple[type, str]]]:
         tree = ast.parse(path.read_text())
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
         for call in calls:
-            if call.func.attr in ("main", "read_settings") and call.args and isinstance(call.args[0], ast.Name):  # type: ignore[attr-defined]
+            if call.func.attr in ("main", "read_settings") and call.args and isinstance(call.args[0], ast.Name):
                 cls = _class_of(call.args[0].id, tree, path)
                 texts = {word.arg: word.value.value for word in call.keywords if isinstance(word.value, ast.Constant)}
                 found.setdefault(path.name, []).append((cls, str(texts.get("subject", ""))))

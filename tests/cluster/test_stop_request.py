@@ -32,7 +32,7 @@ def test_ranks_that_wait_for_one_that_prepares_leave_with_it(tmp_path: Path) -> 
     """They were in training already, and failed when it left."""
     waiting: list[bool] = []
     with stop_of(tmp_path) as stop:
-        stop._ranks = SimpleNamespace(is_main=False, barrier=lambda: waiting.append(stop._training))  # type: ignore[assignment]
+        stop._ranks = SimpleNamespace(is_main=False, barrier=lambda: waiting.append(stop._training))
         stop.begin_training(0)
         assert (waiting, stop._training) == ([False], True)
 

@@ -25,7 +25,7 @@ SETTINGS = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}
 
 def small(**settings: object) -> Mae:
     torch.manual_seed(0)
-    return Mae(models.create("ViT-mu/8", 32, 0, positions="sincos2d_mae"), MaeSettings(**SETTINGS | settings)).eval()  # type: ignore[arg-type]
+    return Mae(models.create("ViT-mu/8", 32, 0, positions="sincos2d_mae"), MaeSettings(**SETTINGS | settings)).eval()
 
 
 def save(model: Mae, path: Path, extra: dict) -> None:

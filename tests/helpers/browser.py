@@ -36,7 +36,7 @@ class Browser:
                 found.wait_for()
                 continue
             self.picture("missing")
-            pytest.fail(f"cannot see {text!r} on {self.page.url}: {self.folder / 'missing.png'}")  # type: ignore[attr-defined]
+            pytest.fail(f"cannot see {text!r} on {self.page.url}: {self.folder / 'missing.png'}")
 
     def text(self) -> str:
         """All that can be seen, with single spaces."""
@@ -50,7 +50,7 @@ class Browser:
         while missing := [text for text in texts if text not in self.text()]:
             if time.monotonic() > end:
                 self.picture("missing")
-                pytest.fail(f"the text of {self.page.url} lacks {missing}: {self.folder / 'missing.png'}")  # type: ignore[attr-defined]
+                pytest.fail(f"the text of {self.page.url} lacks {missing}: {self.folder / 'missing.png'}")
             time.sleep(0.1)
 
     def click(self, text: str) -> None:

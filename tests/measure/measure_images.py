@@ -98,7 +98,7 @@ def read_tiffs(
 ) -> Iterator[int]:
     """Yields the number of images of each batch of torch's DataLoader."""
     made = partial(collate, views)
-    for found in torch.utils.data.DataLoader(files, batch, shuffle=True, num_workers=workers, collate_fn=made):  # type: ignore[arg-type]
+    for found in torch.utils.data.DataLoader(files, batch, shuffle=True, num_workers=workers, collate_fn=made):
         yield len(found[0])
 
 

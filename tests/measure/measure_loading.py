@@ -266,7 +266,7 @@ def _batch(view: Any, part: Files) -> tuple[torch.Tensor, torch.Tensor]:
 def read_files(files: Files, view: Any, batch: int, workers: int) -> Iterable[Any]:
     """As torchvision's ImageFolder in a DataLoader."""
     make = partial(_batch, view)
-    return torch.utils.data.DataLoader(files, batch, shuffle=True, num_workers=workers, collate_fn=make)  # type: ignore[arg-type]
+    return torch.utils.data.DataLoader(files, batch, shuffle=True, num_workers=workers, collate_fn=make)
 
 
 def _read_webdataset(shards: Sequence[str], view: Any, batch: int, workers: int) -> Iterable[Any]:

@@ -63,7 +63,7 @@ def _find_model(weights: str, tracking_uri: str, out: Path) -> Any:
             continue
         try:
             client = connect(uri)
-            if model := found_by(lambda: client.get_logged_model(_model_id(client, weights))):  # noqa: B023  (called here)
+            if model := found_by(lambda: client.get_logged_model(_model_id(client, weights))):  # noqa: B023
                 return model
         except MlflowException as error:
             raise UserError(f"{weights}: MLflow at {hide_passwords(uri)} does not answer: {one_line(error)}") from None

@@ -40,7 +40,7 @@ def pixels_of(channels: int, kind: str, **more: object) -> Pixels:
         "std": 0.2 + place,
     }
     names = tuple(f"c{number}" for number in range(channels))
-    return Pixels(names, kind, **{name: tuple(map(float, column)) for name, column in columns.items()}, **more)  # type: ignore[arg-type]
+    return Pixels(names, kind, **{name: tuple(map(float, column)) for name, column in columns.items()}, **more)
 
 
 def noise(kind: str, *shape: int, seed: int = 0) -> np.ndarray:

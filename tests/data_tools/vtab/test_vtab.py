@@ -72,7 +72,7 @@ def expected_splits(task: str, dataset: str, truth: Truth) -> dict[str, dict[str
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.name)
-def test_each_split_has_the_images_and_labels_of_the_originals(task, vtab_tasks: tuple[Path, Truth]) -> None:  # type: ignore[no-untyped-def]
+def test_each_split_has_the_images_and_labels_of_the_originals(task, vtab_tasks: tuple[Path, Truth]) -> None:
     folder, truth = vtab_tasks
     dataset = open_dataset(folder / "out" / task.name)
     expected = expected_splits(task.name, task.dataset, truth)
