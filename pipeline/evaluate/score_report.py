@@ -322,6 +322,8 @@ def _probe(
 ) -> dict[str, Any]:
     """Scores of the probes. Only the training images that they need are run through the model."""
     choice = choose_samples(config, train, num_classes)
+    if not len(choice.rows):
+        raise UserError(f"{config.data}: no image of split {train.name!r} has a class. Use shots=0 neighbours=0.")
     with loaded.reading(train, config) as reader:
         seen = extract(loaded.features, reader, choice.rows)
     scores = probe(config, choice, seen, tested, label_table(split), reader.ranks, split.groups)
