@@ -41,6 +41,19 @@ def test_a_lost_rank_is_a_crash(ray_cluster: int) -> None:
         ray_tasks.run_ranks(["-c", kill], 1, 1, print, lambda: False)
 
 
+def test_a_cluster_that_runs_gets_this_library(ray_cluster: int, tmp_path: Path) -> None:
+    """It was looked for in a folder above which it is not, and nothing ran on such a cluster."""
+    import ray
+
+    code = "import ray; from pipeline.cluster.ray_tasks import connect; connect()"
+    code += "; print(ray.get_runtime_context().runtime_env)"
+    address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PYTHONPATH": str(ROOT)}
+    command, environment = [sys.executable, "-c", code], {**os.environ, **address}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("_ray_pkg_") == 2  # pipeline and data_tools.
+
+
 def test_a_mistake_in_the_objective_is_said_before_the_cluster_is_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
