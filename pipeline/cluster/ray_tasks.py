@@ -123,15 +123,6 @@ def connect(num_cpus: int = 0) -> int:
     return int(ray.cluster_resources().get("CPU", 1))
 
 
-def disconnect() -> None:
-    """Leave the cluster, and end it if it was started here; otherwise it takes processor time until this process
-    exits.
-    """
-    import ray
-
-    ray.shutdown()
-
-
 def capacity(num_cpus: int, gpus: float) -> tuple[int, float]:
     """Returns (number of tasks that fit at a time, GPUs of each task).
 
